@@ -80,9 +80,7 @@ def of_models():
     package.freeze_parameters(model, "output_layer.*")
     package.untie_embeddings(model)
     yield [weight.requires_grad for weight in model.parameters()]
-    package.register_module_parallelism("ModelOfDefaultDevice", "replicated")
     package.register_model_wrapper(Holder, "held")
-    yield package.get_module_parallelism(model)
     yield {
         key: part.data
         for key, part in package.sharded_state_dict_of(ModelOfDefaultDevice(), "m.").items()

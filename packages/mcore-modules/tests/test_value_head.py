@@ -11,10 +11,8 @@ from mcore.modules import (
     MegatronModule,
     _register_linear_for_last_layer_mapping,
     create_value_head_hook,
-    get_module_parallelism,
     make_value_model,
     register_model_wrapper,
-    register_module_parallelism,
     untie_embeddings,
 )
 from mcore.parallel import ProcessGroups, use_process_groups
@@ -341,11 +339,6 @@ def test_wrapping_for_data_parallelism_comes_later():
     assert type(chunks[0].module.output_layer) is torch.nn.Linear
 
 
-def test_the_head_is_registered_as_replicated():
-    create_value_head_hook(4, False)
-    assert get_module_parallelism("LinearForLastLayer") == "replicated"
-
-
 def heads(how, vp_size):
     world = dist.group.WORLD
     collection = SimpleNamespace(pp=world, tp=None)
@@ -428,36 +421,6 @@ def test_a_build_on_the_meta_device_must_not_broadcast(two_ranks):
         is_meta, text = rank["meta"]
         assert is_meta is True
         assert "broadcast_init=False" in text
-
-
-def test_subclasses_count():
-    class ColumnThing(torch.nn.Module):
-        pass
-
-    class Special(ColumnThing):
-        pass
-
-    register_module_parallelism("ColumnThing", "column")
-    register_module_parallelism("ColumnThing", "column")
-    assert get_module_parallelism(Special()) == get_module_parallelism("ColumnThing") == "column"
-    assert get_module_parallelism("Special") is None
-    register_module_parallelism("Special", "row")
-    assert get_module_parallelism(Special()) == "row"
-
-
-def test_conflicts_and_unknown_kinds_are_refused():
-    register_module_parallelism("Fixed", "row")
-    with pytest.raises(ValueError, match="'row', not 'column'"):
-        register_module_parallelism("Fixed", "column")
-    with pytest.raises(ValueError, match="'diagonal'"):
-        register_module_parallelism("Other", "diagonal")
-    assert get_module_parallelism("Other") is None
-
-
-def test_the_value_head_is_replicated():
-    _register_linear_for_last_layer_mapping()
-    _register_linear_for_last_layer_mapping()
-    assert get_module_parallelism(LinearForLastLayer(2, 1, False)) == "replicated"
 
 
 def test_an_imported_bridge_is_told_too(monkeypatch):

@@ -268,6 +268,21 @@ def test_moving_code_behind_a_reexport_is_no_break(repository: SampleRepository)
     assert _kinds(check_package(repository.root, "mcore-tensor")) == [("PARAMETER_REMOVED", "f")]
 
 
+def test_names_that_are_imported_when_used_are_public(repository: SampleRepository) -> None:
+    folder = "packages/mcore-tensor/src/mcore/tensor"
+    repository.write({f"{folder}/one.py": "def f(a): ...\n"})
+    before = '__all__ = ["f"]\nfrom mcore.tensor.one import f\n'
+    after = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from mcore.tensor.one import f\n"
+        '__all__ = ["f"]\n'
+        "if not TYPE_CHECKING:\n    def __getattr__(name): ...\n"
+    )
+    assert _after(repository, before, after).findings == []
+    repository.write({f"{folder}/one.py": "def f(): ...\n"})
+    assert _kinds(check_package(repository.root, "mcore-tensor")) == [("PARAMETER_REMOVED", "f")]
+
+
 def test_public_modules_below_the_package(repository: SampleRepository) -> None:
     folder = "packages/mcore-tensor/src/mcore/tensor"
     named = '__all__ = ["config"]\nfrom mcore.tensor import config\n'

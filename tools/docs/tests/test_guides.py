@@ -1,4 +1,4 @@
-"""The programs and commands of the guides: each runs as the page says, and prints what it shows."""
+"""The programs and commands of the guides run, and print the output that the page shows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Program(NamedTuple):
 
     Attributes:
         code: Its text.
-        ranks: What the page says to torchrun right below it; None where that starts no ranks.
-        shown: What the page shows of the output right below, or None.
+        ranks: The number of ranks in the torchrun command below it, or None without one.
+        shown: The output that the page shows below it, or None.
     """
 
     code: str
@@ -45,13 +45,13 @@ def programs(page: str) -> dict[str, Program]:
             launch = re.search(rf"nproc-per-node (\d+) {name}$", below[0][2] if below else "", re.M)
             after = [block for block in below[:2] if block[0] != "bash"][:1]
             shown = next((text for kind, _, text in after if kind in ("text", "console")), None)
-            assert name not in ("", *found), f"{page}: a program needs a name of its own"
+            assert name not in ("", *found), f"{page}: a program needs a unique name"
             found[name] = Program(code, int(launch[1]) if launch else None, shown)
     return found
 
 
 def commands(page: str) -> list[list[str]]:
-    """What the shell blocks of a page run with ``python -m``, in order."""
+    """The arguments of ``python -m`` in the shell blocks of a page, in order."""
     blocks = _BLOCK.findall((PAGES / page).read_text(encoding="utf-8"))
     lines = [line for kind, _, text in blocks if kind == "bash" for line in text.splitlines()]
     return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python -m ")]
@@ -64,7 +64,14 @@ def on_ranks(arguments: list[str]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("page", sorted(str(one.relative_to(PAGES)) for one in PAGES.rglob("*.md")))
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        page.relative_to(PAGES).as_posix()
+        for page in PAGES.rglob("*.md")
+        if "```python" in page.read_text(encoding="utf-8")
+    ),
+)
 def test_programs_print_what_the_page_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

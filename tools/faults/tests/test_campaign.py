@@ -11,6 +11,7 @@ import pytest
 
 from faults.dealing import Dealer
 from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffle_faults
+from faults.inside import find_function
 from faults.journal import Journal, Result
 from faults.report import page
 from faults.trial import Happened, Outcome, Place, Trial, run_undisturbed
@@ -19,14 +20,11 @@ from faults.verdict import differences, newest_good
 SEED, TIMEOUT_S = 11, 15.0
 ANY = ("async",)
 FAULTS = [
-    Fault("exit", "backward", 0, 2, ANY),
-    Fault("slow", "data", 1, 1, ANY),
-    Fault("kill", "async save: rename", 0, 2, ANY),
-    Fault("stop", "reduction", 1, 2, ANY),
-    Fault("flipped bit", "log", 1, 10, ANY),
-    Fault("memory", "validation", 0, 1, ANY),
+    Fault("exit", "backward", 0, 2, ANY), Fault("slow", "data", 1, 1, ANY),
+    Fault("kill", "async save: rename", 0, 2, ANY), Fault("stop", "reduction", 1, 2, ANY),
+    Fault("flipped bit", "log", 1, 10, ANY), Fault("memory", "validation", 0, 1, ANY),
     Fault("kill", "close", 1, 1, ANY),
-]
+]  # fmt: skip
 pytestmark = pytest.mark.xdist_group("faults")
 
 
@@ -93,6 +91,8 @@ def test_every_kind_of_lost_data_is_found(place: Place, outcome: Outcome, tmp_pa
 
 
 def test_the_deck_has_every_fault_in_every_phase_of_every_rank() -> None:
+    for owner, name in (find_function(place) for phase in PHASES for place in phase.places):
+        assert callable(getattr(owner, name))
     deck = shuffle_faults(7)
     first = [next(deck) for _ in range(1000)]
     found = {(fault.kind, fault.phase, fault.rank) for fault in first}

@@ -30,8 +30,6 @@ from mcore.modules.init_methods import (
 from mcore.modules.last_layer import (
     LinearForLastLayer,
     _register_linear_for_last_layer_mapping,
-    get_module_parallelism,
-    register_module_parallelism,
 )
 from mcore.modules.mamba import (
     MambaInferenceStateConfig,
@@ -98,7 +96,6 @@ __all__ = [
     "get_model_config",
     "get_model_type",
     "get_model_xattn",
-    "get_module_parallelism",
     "init_method_normal",
     "is_submodule",
     "keep_in_fp32",
@@ -107,7 +104,6 @@ __all__ = [
     "mup_scaled_init_method_normal",
     "param_is_not_shared",
     "register_model_wrapper",
-    "register_module_parallelism",
     "scaled_init_method_normal",
     "sharded_state_dict_of",
     "to_megatron_sharded_state_dict",

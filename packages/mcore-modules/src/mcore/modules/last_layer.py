@@ -1,11 +1,11 @@
-"""LinearForLastLayer, a replicated projection instead of an output layer, and its registration."""
+"""LinearForLastLayer, a replicated projection instead of an output layer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -200,59 +200,9 @@ def _stamp_loaded(head: LinearForLastLayer, _: Any) -> None:
     head._stamp()
 
 
-ModuleParallelism: TypeAlias = Literal["column", "row", "replicated"]
-
-_kinds: dict[str, ModuleParallelism] = {}
-
-
-def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> None:
-    """Register how modules of a class, or of its subclasses, are distributed.
-
-    Args:
-        class_name: The class's name, without its module.
-        kind: ``"column"``, ``"row"`` or ``"replicated"``.
-
-    Raises:
-        ValueError: The kind is unknown, or the class is registered with a different kind.
-
-    Example:
-        >>> register_module_parallelism("RowLinear", "row")
-        >>> get_module_parallelism("RowLinear")
-        'row'
-    """
-    if kind not in get_args(ModuleParallelism):
-        raise ValueError(f"kind={kind!r} is unknown. Choose {list(get_args(ModuleParallelism))}")
-    registered = _kinds.setdefault(class_name, kind)
-    if registered != kind:
-        raise ValueError(
-            f"{class_name} is registered as {registered!r}, not {kind!r}. Register it once"
-        )
-
-
-def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
-    """Return how a module is distributed, by its class or the nearest registered base class.
-
-    Args:
-        module_or_name: A module or the name of a class.
-
-    Returns:
-        The registered kind, or None.
-
-    Example:
-        >>> import torch
-        >>> get_module_parallelism(torch.nn.Identity()) is None
-        True
-    """
-    if isinstance(module_or_name, str):
-        return _kinds.get(module_or_name)
-    names = (cls.__name__ for cls in type(module_or_name).__mro__)
-    return next((_kinds[name] for name in names if name in _kinds), None)
-
-
 @internal_api
 def _register_linear_for_last_layer_mapping() -> None:
-    """Register LinearForLastLayer as replicated, with Megatron Bridge too if it is imported."""
-    register_module_parallelism("LinearForLastLayer", "replicated")
+    """Register LinearForLastLayer as replicated with Megatron Bridge, if it is imported."""
     bridge = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     register = getattr(getattr(bridge, "AutoMapping", None), "register_module_type", None)
     if callable(register):

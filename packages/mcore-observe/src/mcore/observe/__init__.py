@@ -76,10 +76,10 @@ if TYPE_CHECKING:
         StragglerFoundError,
         __straggler__,
     )
-    from mcore.observe.straggler.detector_settings import StragglerSettings
     from mcore.observe.straggler.outliers import Outlier
     from mcore.observe.straggler.ranges import SectionStats
     from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
+    from mcore.observe.straggler.settings import StragglerSettings
     from mcore.observe.timers import Timer, Timers
     from mcore.observe.training_log import training_log
     from mcore.tensor.param_flags import param_is_not_shared
@@ -183,10 +183,10 @@ _NAMES = {
     "mcore.observe.sinks.delivery.process_end": "status_of",
     "mcore.observe.sinks.secrets": "config_params mask_secrets",
     "mcore.observe.straggler.detector": "StragglerDetector StragglerFoundError __straggler__",
-    "mcore.observe.straggler.detector_settings": "StragglerSettings",
     "mcore.observe.straggler.outliers": "Outlier",
     "mcore.observe.straggler.ranges": "SectionStats",
     "mcore.observe.straggler.report": "StragglerReport _StragglerData _ValueWithRank",
+    "mcore.observe.straggler.settings": "StragglerSettings",
     "mcore.observe.timers": "Timer Timers",
     "mcore.observe.training_log": "training_log",
     "mcore.tensor.param_flags": "param_is_not_shared",

@@ -63,8 +63,8 @@ def count_iterations(totals: Mapping[str, Any]) -> int:
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the averages of the losses over the steps not skipped, on their devices.
 
-    Empty if every step was skipped. The sums are float32; the division is in the widest float of
-    the device, so that an average has no second rounding to float32.
+    Empty if every step was skipped. The sums are float32. The division is in the widest float of
+    the device, to avoid a second rounding to float32.
     """
     steps = totals.get(ADVANCED, 0)
     if not steps:

@@ -118,7 +118,7 @@ def require_equal(
 
 
 @functools.cache
-def checks_tensors() -> bool:
+def is_checking_tensors() -> bool:
     """Return whether ``MCORE_DEBUG_COLLECTIVES=1``, as read at the first call."""
     return os.environ.get("MCORE_DEBUG_COLLECTIVES", "0") not in ("", "0")
 
@@ -127,18 +127,18 @@ def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup
     """With ``MCORE_DEBUG_COLLECTIVES=1``, raise ValueError on all ranks if their tensors differ.
     One all-reduce (MAX of 64 int64). The variable is read at the first call.
     """
-    if checks_tensors():
+    if is_checking_tensors():
         facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
         max_or_raise((), None, group, facts)
 
 
-def checked(
+def check_on_all_ranks(
     check: Callable[[], _T], describe: Callable[[_T], str], group: dist.ProcessGroup | None
 ) -> _T:
     """Return the result of a check of arguments. With ``MCORE_DEBUG_COLLECTIVES=1`` its error is
     raised on all ranks, and so is ValueError if the descriptions of the results differ.
     """
-    if group is None or not checks_tensors():
+    if group is None or not is_checking_tensors():
         return check()
     error, result, facts = None, None, ""
     try:

@@ -77,7 +77,7 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
         "style": (_HERE / "run_page.css").read_text(encoding="utf-8"),
         "table": _format_values(runs),
         "slow": _format_slow_ranks(runs),
-        # Escaped, so that no text in the data can open a closing tag or a comment.
+        # Escaped: no text in the data may begin a closing tag or a comment.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
 
 import torch
 
-from mcore.observe.straggler.detector_settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import (
@@ -34,6 +33,7 @@ from mcore.observe.straggler.sections import (
     time_calls,
 )
 from mcore.observe.straggler.server.routes import ControllerState
+from mcore.observe.straggler.settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.telemetry import guard_telemetry, telemetry_of
 from mcore.tensor.device import current_device
 

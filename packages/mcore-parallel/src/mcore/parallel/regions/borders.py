@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import check_tensors, checked
+from mcore.parallel.agreement import check_on_all_ranks, check_tensors
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.shortened import counted
@@ -276,7 +276,9 @@ def _apply_across(
         return input_
     check, given = sizes or (None, None)
     if check is not None and given is not None:
-        agreed = checked(partial(check, given, input_, resolved), "the sizes {}".format, resolved)
+        agreed = check_on_all_ranks(
+            partial(check, given, input_, resolved), "the sizes {}".format, resolved
+        )
         more = (*more, agreed)
     return apply_function(function, input_, resolved, *more)
 

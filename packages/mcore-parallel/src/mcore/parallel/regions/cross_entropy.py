@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import checked
+from mcore.parallel.agreement import check_on_all_ranks
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.tensor_memory import bytes_of
@@ -69,7 +69,7 @@ def vocab_parallel_cross_entropy(
     vocab_size = most if vocab_size is None else vocab_size
     given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
     places = partial(_find_targets_without_loss, *given, most)
-    is_ignored, is_outside = checked(places, lambda _: _describe(*given), group)
+    is_ignored, is_outside = check_on_all_ranks(places, lambda _: _describe(*given), group)
     smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)

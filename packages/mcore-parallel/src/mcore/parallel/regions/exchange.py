@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import checked, checks_tensors
+from mcore.parallel.agreement import check_on_all_ranks, is_checking_tensors
 from mcore.parallel.groups import GroupLike, comm_device
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.regions.borders import (
@@ -70,14 +70,14 @@ def all_to_all(
     if resolved is None:
         return input_
     sizes = partial(_resolve_sizes, input_, input_split_sizes, output_split_sizes, resolved)
-    received, sent = checked(sizes, partial(_describe, input_), resolved)
-    if received is None or checks_tensors():
+    received, sent = check_on_all_ranks(sizes, partial(_describe, input_), resolved)
+    if received is None or is_checking_tensors():
         own = torch.tensor(sent, device=comm_device(resolved))
         theirs = torch.empty_like(own)
         dist.all_to_all_single(theirs, own, group=resolved)
         wanted, received = received, tuple(theirs.tolist())
         if wanted is not None:
-            checked(partial(_check_received, wanted, received), str, resolved)
+            check_on_all_ranks(partial(_check_received, wanted, received), str, resolved)
     return apply_function(AllToAll, input_, resolved, received, sent)
 
 

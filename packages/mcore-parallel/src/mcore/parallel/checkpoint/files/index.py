@@ -68,7 +68,7 @@ _CALLS = {
     ("pathlib._local", "PurePosixPath"),
     ("pathlib._local", "PureWindowsPath"),
 }
-# The instructions that only move plain values. Most of the others call or import something.
+# The instructions that are kept as they are: they move values, and GLOBAL calls find_class.
 _HARMLESS = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
     pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1,
