@@ -231,8 +231,8 @@ def _log_if_never_replayed(config: object) -> None:
     impl = read_field(config, "cuda_graph_impl", "none")
     if impl != "transformer_engine":
         logger.warning(
-            "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
-            "'transformer_engine'",
+            "graphs are captured, but cuda_graph_impl is %r. Set it to 'transformer_engine' to "
+            "replay them",
             impl,
         )
 
