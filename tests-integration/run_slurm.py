@@ -1,6 +1,6 @@
 """The batch file under a Slurm of two nodes on this machine, with each fault that it handles.
 
-``hatch run dev:slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
+``hatch run slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
 requeued job must resume from the last checkpoint and end like an undisturbed run. A job that cannot
 succeed must not be requeued. Exit codes: 0, 1 for a problem, 77 without Slurm.
 """
@@ -45,7 +45,7 @@ _CONFIG = Path(__file__).with_name("slurm.conf")
 
 def main() -> int:
     """Run the batch file undisturbed, then each requested case."""
-    parser = argparse.ArgumentParser(prog="hatch run dev:slurm")
+    parser = argparse.ArgumentParser(prog="hatch run slurm")
     parser.add_argument("case", nargs="*", choices=[[], *_CASES], metavar="CASE")
     requested = parser.parse_args().case or list(_CASES)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

@@ -48,7 +48,7 @@ class Comparison:
                 if entry.owner not in gone:
                     found.append(self._make_finding(entry, *self._describe_removal(entry)))
                 gone.add(entry.path)
-            elif entry.owner not in gone:
+            elif entry.owner not in gone:  # else the removal of its owner is reported
                 found += [self._make_finding(new, *one) for one in _list_changes(entry, new)]
         # Public modules that are not entries themselves, such as subpackages.
         for path, module in self.old.modules.items():
@@ -135,6 +135,7 @@ def _list_changes(old: Entry, new: Entry) -> Iterator[Difference]:
 
 def compare_pair(old: griffe.Object, new: griffe.Object) -> list[griffe.Breakage]:
     """The breakages that griffe finds between two definitions, even under different names."""
+    # griffe compares members of equal names, and only public members.
     before, after = griffe.Module("before"), griffe.Module("after")
     public_before, public_after = old.public, new.public
     before.members["x"], after.members["x"] = old, new

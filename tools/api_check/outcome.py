@@ -51,6 +51,7 @@ def check_package(
         for revision in (baseline, current):
             if revision is not None and not commit_exists(root, revision):
                 raise CannotCheckError(f"{revision!r} is not a revision of this repository")
+        # Files, not git objects: griffe reads folders, and the repository must not be checked out.
         with _tree_at(root, current) as now:
             if baseline is None:
                 tag = last_tag(root, package, now.names, up_to=now[package].version)

@@ -49,14 +49,11 @@ def page(results: Mapping[str, SuiteResult]) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of one row, in the order of ``COLUMNS``."""
     return (
-        row.case,
-        format_duration(row.ours_s),
-        f"{format_duration(row.peer_s)}, {row.peer}",
+        row.case, format_duration(row.ours_s), f"{format_duration(row.peer_s)}, {row.peer}",
         "-" if math.isnan(row.ratio) else f"{row.ratio:.2f}",
         "" if row.target is None else f"{row.target:.3g}{'' if row.met else ', missed'}",
-        row.agreement,
-        row.note,
-    )
+        row.agreement, row.note,
+    )  # fmt: skip
 
 
 def _format_section(result: SuiteResult, common: Mapping[str, str]) -> str:

@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if judge_by_scores(times) != run_ranks(judge_by_peer, world, times.tolist())[0]:
                 print(f"{world} ranks: the peer's report disagrees with its scores")
                 return 1
-        wrong = [_share_wrong(judge, world, reports) for judge in judges]
+        equal = simulate_times(_Case("equal"), world, reports, seed=0)
+        wrong = [sum(map(bool, judge(equal))) / reports for judge in judges]
         print(f"{world:6} ranks  equal, reports of a slow rank: {_format(wrong)} of {reports}")
         for case in _SLOW:
             num_jobs = max(20, reports // 20)
@@ -125,11 +126,6 @@ def judge_by_peer(times: list[list[float]]) -> _Verdicts:
             named = [each for kind in sections for ranks in found[kind].values() for each in ranks]
             verdicts.append({each.rank for each in named})
     return verdicts
-
-
-def _share_wrong(judge: Callable[[torch.Tensor], _Verdicts], world: int, reports: int) -> float:
-    verdicts = judge(simulate_times(_Case("equal"), world, reports, seed=0))
-    return sum(bool(named) for named in verdicts) / reports
 
 
 def _share_found(

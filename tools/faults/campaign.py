@@ -52,6 +52,7 @@ class Campaign:
             raise ValueError(f"no launcher of {', '.join(sorted(set(launchers)))} has such faults")
         self.report = report
         self.journal = Journal(folder, seed, timeout_s)
+        self.result = self.journal.result
         happened = {
             name: [one.fault for one in self.result.happened if one.launcher == name]
             for name in set(self.launchers)
@@ -63,11 +64,6 @@ class Campaign:
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._recorded_at = time.time()
-
-    @property
-    def result(self) -> Result:
-        """All finished trials."""
-        return self.journal.result
 
     def run(self, *, faults: int, until: float, at_once: int) -> Result:
         """Run trials until so many faults have happened, or until a time of ``time.time()``."""

@@ -120,24 +120,18 @@ PHASES = (
 )
 
 KINDS = {
-    "kill": "SIGKILL",
-    "stop": "SIGSTOP, never continued",
-    "stop and continue": "SIGSTOP, continued during the next start",
-    "exception": "an exception",
-    "exit": "`os._exit(7)`",
-    "abort": "SIGABRT",
-    "memory": "MemoryError",
-    "slow": "one rank two seconds late",
-    "launcher": "SIGKILL of the launcher",
+    "kill": "SIGKILL", "stop": "SIGSTOP, never continued",
+    "stop and continue": "SIGSTOP, continued during the next start", "exception": "an exception",
+    "exit": "`os._exit(7)`", "abort": "SIGABRT", "memory": "MemoryError",
+    "slow": "one rank two seconds late", "launcher": "SIGKILL of the launcher",
     "node": "SIGKILL of a node's torchrun and rank, then a restart",
     "full disk": "no space left until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
     "tracker away": "MLflow's server killed, back at the next start",
     "tracker restarted": "MLflow's server killed and restarted",
-    "flipped bit": "in the newest checkpoint",
-    "truncated file": "in the newest checkpoint",
+    "flipped bit": "in the newest checkpoint", "truncated file": "in the newest checkpoint",
     "no manifest": "in the newest checkpoint",
-}
+}  # fmt: skip
 FATAL = ("kill", "stop", "stop and continue", "exception", "exit", "abort", "memory")
 DAMAGES = ("flipped bit", "truncated file", "no manifest")
 # These do not end the job.

@@ -135,12 +135,8 @@ def _make_trigger(events: _Events, fault: dict[str, Any]) -> Callable[[], None]:
     return happen
 
 
-def _raise_error(folder: Path) -> None:
-    raise RuntimeError("a fault of the campaign")
-
-
-def _run_out_of_memory(folder: Path) -> None:
-    raise MemoryError("a fault of the campaign")
+def _raise(error: type[Exception], folder: Path) -> None:
+    raise error("a fault of the campaign")
 
 
 def _fill_disk(folder: Path) -> None:
@@ -182,10 +178,10 @@ _ACTIONS: dict[str, Callable[[Path], object]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "stop and continue": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "exception": _raise_error,
+    "exception": partial(_raise, RuntimeError),
     "exit": lambda _: os._exit(7),
     "abort": lambda _: os.abort(),
-    "memory": _run_out_of_memory,
+    "memory": partial(_raise, MemoryError),
     "slow": lambda _: time.sleep(SLOW_S),
     "launcher": lambda _: os.kill(os.getppid(), signal.SIGKILL),
     "node": _kill_node,

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from faults.deck import RANKS
 from faults.inside import FOLDER, START, events_in
@@ -80,8 +83,7 @@ class Forked:
     """Ranks forked with torch loaded. As under torchrun, their store outlives them."""
 
     def __init__(self) -> None:
-        self._store: object = None
-        self._port = 0
+        self._store: Any = None
 
     def start(
         self, words: Sequence[str], folder: Path, start: int, stopped: Callable[[], set[int]], *,
@@ -90,10 +92,12 @@ class Forked:
         """Start all ranks. Once one fails, end the others as torchrun's agent does."""
         restart = start % (MAX_RESTARTS + 1)
         if not restart:
-            self._make_store()
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
         launcher = {
             "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS), "TORCHELASTIC_RUN_ID": "faults",
         }  # fmt: skip
@@ -106,14 +110,6 @@ class Forked:
                 _CODE, *words, cwd=folder, env=environment(folder, start, variables)
             )
         return _watch(ranks, stopped, leave_stopped=leave_stopped, limit_s=limit_s)
-
-    def _make_store(self) -> None:
-        import torch.distributed as dist
-
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
-        )
-        self._store, self._port = store, store.port
 
 
 def _watch(

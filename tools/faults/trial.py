@@ -87,12 +87,6 @@ class Place:
         return self.folder / RUN
 
 
-def words_of(variant: Variant, timeout_s: float, seed: int) -> list[str]:
-    """The command line of a run, which resumes automatically."""
-    more = f"--run-dir {RUN} --auto-resume --timeout-s {timeout_s} --seed {seed}"
-    return [*variant.words, *more.split()]
-
-
 class Trial:
     """A run under a launcher, with faults in their order."""
 
@@ -102,7 +96,8 @@ class Trial:
         self.place = place
         self.variant = variant
         self.launcher = launcher
-        self.words = words_of(variant, place.timeout_s, seed)
+        options = f"--run-dir {RUN} --auto-resume --timeout-s {place.timeout_s} --seed {seed}"
+        self.words = [*variant.words, *options.split()]
         if variant.mlflow and place.tracker is not None:
             self.words += ["--mlflow-uri", place.tracker.uri]
         self.faults = list(faults)

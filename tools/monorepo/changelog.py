@@ -94,7 +94,7 @@ def _describe_state(package: Distribution) -> Iterator[str]:
         yield f"{CHANGELOG} lists released versions only; add {_WANTED}"
     if list_fragments(package):
         try:
-            render_section(package, package.version, date.min)
+            render_section(package, package.version, date.min)  # towncrier checks the names
         except ChangelogError as error:
             yield str(error)
     elif find_section(text, package.version) is None:

@@ -46,6 +46,7 @@ def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
         version = Version(written)
     except InvalidVersion:
         version = None
+    # Only the canonical form: two spellings would be two tags of one version.
     if version is None or str(version) != written:
         raise ValueError(f"tag {tag!r}: {written!r} is not a version such as 0.1.0 or 1.0.0rc1")
     return ReleaseTag(package, version)
@@ -103,6 +104,7 @@ def commit_exists(root: Path, revision: str) -> bool:
 
 def published_branch(root: Path) -> str | None:
     """The branch of the releases: main as it was pushed, else the local main, else None."""
+    # The local main may have commits that nobody has merged.
     names = ("origin/main", "main")
     return next((name for name in names if commit_exists(root, name)), None)
 

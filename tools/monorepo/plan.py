@@ -106,7 +106,7 @@ def find_change(workspace: Workspace, base: str) -> Change:
     If there is no such commit, everything counts as changed: after a first push, in a shallow
     clone, after a forced push.
     """
-    if not base.strip("0"):
+    if not base.strip("0"):  # GitHub names no commit, or 40 zeros, before a first push
         return Change(workspace.names, (), True, "everything: no base to compare with")
     try:
         since = merge_base(workspace.root, base)

@@ -84,6 +84,7 @@ def _describe_matrix(workspace: Workspace) -> Iterator[str]:
             lowest = [each.version for each in one.specifier if each.operator == ">="]
             if one.name == "torch" and lowest:
                 floors[package.name] = lowest[0]
+    # "2.11" and "2.11.0" are the same version, but not the same text.
     for name, text in floors.items():
         tested = {cell.python for cell in cells if Version(cell.torch) == Version(text)}
         missing = [python for python in pythons if python not in tested]

@@ -30,6 +30,7 @@ def problems(root: Path, base: str | None) -> Iterator[str]:
             yield f"{settings} promises {floor} tests, and there are {count}"
         if since is None or not git(root, "ls-tree", since, "--", settings):
             continue
+        # Another number in the settings is the statement that fewer tests are intended.
         before = _count_tests(root, folders, since)
         if count < before and floor == _read_floor(git(root, "show", f"{since}:{settings}")):
             yield (

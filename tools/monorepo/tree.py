@@ -74,6 +74,7 @@ def module_files(name: str, source: Path) -> dict[str, Path]:
 
 def imported_modules(roots: Mapping[str, Root], files: Mapping[str, Path]) -> dict[str, set[str]]:
     """The modules of the roots that each module imports, anywhere in its text."""
+    # grimp finds packages on the path, but does not import them.
     sources = sorted({str(root.source) for root in roots.values()})
     sys.path[:0] = sources
     try:

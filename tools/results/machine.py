@@ -33,10 +33,7 @@ def timestamp() -> str:
 
 def load_average() -> str:
     """The number of processes that wanted a core in the last minute."""
-    try:
-        return f"{os.getloadavg()[0]:.1f}"
-    except (AttributeError, OSError):  # Windows has none
-        return "unknown"
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def _read_version(distribution: str) -> str:

@@ -20,14 +20,11 @@ from faults.verdict import differences, newest_good
 SEED, TIMEOUT_S = 11, 15.0
 ANY = ("async",)
 FAULTS = [
-    Fault("exit", "backward", 0, 2, ANY),
-    Fault("slow", "data", 1, 1, ANY),
-    Fault("kill", "async save: rename", 0, 2, ANY),
-    Fault("stop", "reduction", 1, 2, ANY),
-    Fault("flipped bit", "log", 1, 10, ANY),
-    Fault("memory", "validation", 0, 1, ANY),
+    Fault("exit", "backward", 0, 2, ANY), Fault("slow", "data", 1, 1, ANY),
+    Fault("kill", "async save: rename", 0, 2, ANY), Fault("stop", "reduction", 1, 2, ANY),
+    Fault("flipped bit", "log", 1, 10, ANY), Fault("memory", "validation", 0, 1, ANY),
     Fault("kill", "close", 1, 1, ANY),
-]
+]  # fmt: skip
 pytestmark = pytest.mark.xdist_group("faults")
 
 

@@ -58,6 +58,7 @@ def check_siblings(
             f"the installation of {target.name} brought {sorted(siblings - {target.name})}, but "
             f"its dependencies lead to {sorted(expected - {target.name})}"
         )
+    # Requirements are transitive, so each sibling may be the package that needs torch.
     needs_torch = any(workspace[name].requires(TORCH) for name in expected)
     if (TORCH in installed) != needs_torch:
         raise IsolationError(

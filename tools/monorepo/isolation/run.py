@@ -60,6 +60,7 @@ class IsolationRun:
         # The tests' requirements must not raise the versions under test.
         pins = [f"{name}=={installed[name]}" for name in names if name in installed]
         venv.install(*map(str, target.test_dependencies), *pins)
+        # Once more: a requirement of the tests could bring a sibling.
         check_siblings(self.workspace, target, venv.installed())
         tests_start_s = time.monotonic()
         run_tests(self.workspace, target, venv, folder / "outside")

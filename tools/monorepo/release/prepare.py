@@ -194,6 +194,7 @@ def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
     refused = verify_release(workspace, tag.package, tag=tag.name).refused
     if refused:
         raise ReleaseError("\n".join(refused))
+    # The tag may exist already if an earlier push of it failed.
     if not commit_exists(workspace.root, f"refs/tags/{tag.name}"):
         git(workspace.root, "tag", tag.name)
     git(workspace.root, "push", remote, f"refs/tags/{tag.name}")

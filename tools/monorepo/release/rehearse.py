@@ -50,6 +50,7 @@ def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
             "validate-pyproject"
         )
         with _serve_index(served) as address:
+            # uv would use archives of the same version from its cache.
             fresh = (f"--refresh-package={each}" for each in workspace.names)
             made = make_venv(scratch / "user", python, [f"torch=={torch}"])
             venv = replace(made, options=(f"--index={address}", *fresh))
@@ -143,6 +144,7 @@ def _mix_versions(workspace: Workspace, scratch: Path, venv: CleanVenv) -> Itera
         name: Version(f"{each.major}.{each.minor}.{each.micro + 1}") for name, each in old.items()
     }
     breaking = Version(f"{next_breaking(base.version)}.0")
+    # A compatible and an incompatible release of one package, and a compatible one of the other.
     for package, version in ((base, new[base.name]), (base, breaking), (upper, new[upper.name])):
         _serve_again(workspace, scratch, package, version)
     venv.install(f"{base.name}=={old[base.name]}", f"{upper.name}=={new[upper.name]}")

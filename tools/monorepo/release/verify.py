@@ -85,6 +85,7 @@ def _check_tag(workspace: Workspace, package: Distribution, text: str) -> Iterat
         yield "there is no branch main to look for the tag in: git fetch origin main"
     elif not is_in(root, "HEAD", main):
         yield f"HEAD is no commit of {main}: merge it first"
+    # An annotated tag has another hash than its commit: ancestry both ways is equality.
     at = f"refs/tags/{tag.name}"
     if commit_exists(root, at) and not (is_in(root, at, "HEAD") and is_in(root, "HEAD", at)):
         yield (
@@ -115,6 +116,7 @@ def _check_changelog(workspace: Workspace, package: Distribution) -> Iterator[st
     section = find_section(text, package.version) or ""
     if list_fragments(package):
         try:
+            # Only the kinds of entries matter here, not the day.
             section += render_section(package, package.version, date.min)
         except ChangelogError as error:
             yield f"{package.name}: {error}"

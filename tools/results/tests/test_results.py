@@ -37,16 +37,10 @@ def test_a_journal_keeps_lines_of_an_interrupted_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0 ns"),
-        (2.5e-10, "0.25 ns"),
-        (8.31e-8, "83.1 ns"),
-        (1.5e-6, "1.5 us"),
-        (4.2e-3, "4.2 ms"),
-        (75.0, "75 s"),
-        (-3e-6, "-3 us"),
-        (math.nan, "-"),
+        (0.0, "0 ns"), (2.5e-10, "0.25 ns"), (8.31e-8, "83.1 ns"), (1.5e-6, "1.5 us"),
+        (4.2e-3, "4.2 ms"), (75.0, "75 s"), (-3e-6, "-3 us"), (math.nan, "-"),
     ],
-)
+)  # fmt: skip
 def test_durations_have_a_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 

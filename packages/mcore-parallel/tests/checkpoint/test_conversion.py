@@ -85,7 +85,7 @@ def test_a_converted_training_state_is_what_torch_loads(tmp_path: Path) -> None:
 
 
 def test_an_index_with_plans_is_read_and_objects_that_megatron_lists(tmp_path: Path) -> None:
-    """As megatron-core writes it; ``tools/bench/parity`` has the checkpoints of its own."""
+    """As megatron-core writes it; ``tests-integration/parity`` has checkpoints that it wrote."""
     path = tmp_path / "a"
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"w": torch.arange(3), "o/shard_0_1": [5]}, checkpoint_id=path)

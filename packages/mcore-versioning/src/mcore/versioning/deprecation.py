@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import wraps
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -110,7 +111,19 @@ def _wrap_refusing(
     shown_name: str,
 ) -> Callable[..., Any]:
     """Wrap ``func``, which has the signature of ``documented``."""
-    positions = _find_positions(documented, texts, shown_name)
+    import inspect
+
+    unknown = [name for name in texts if not accepts_parameter(documented, name)]
+    if unknown:
+        raise ValueError(
+            f"{shown_name} has no parameter {', '.join(unknown)} and no **kwargs. "
+            "Name parameters that a call could pass"
+        )
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature_of(documented).parameters.values()
+    order = [p.name for p in parameters if p.kind in by_position]
+    # A name that only ``**kwargs`` accepts has no position.
+    positions = {name: order.index(name) for name in texts if name in order}
     inner = blaming_one_further(func)
 
     @wraps(documented)
@@ -193,24 +206,6 @@ def deprecate_inference_params(
     return inference_context
 
 
-def _find_positions(
-    func: Callable[..., Any], names: Mapping[str, str], shown_name: str
-) -> dict[str, int]:
-    """Return the position of each name that can be passed by position."""
-    import inspect
-
-    unknown = [name for name in names if not accepts_parameter(func, name)]
-    if unknown:
-        raise ValueError(
-            f"{shown_name} has no parameter {', '.join(unknown)} and no **kwargs. "
-            "Name parameters that a call could pass"
-        )
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = signature_of(func).parameters.values()
-    order = [p.name for p in parameters if p.kind in by_position]
-    return {name: order.index(name) for name in names if name in order}
-
-
 def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
     """Wrap ``func``, even a coroutine function, in a plain function that warns at each call.
 
@@ -275,7 +270,11 @@ def warn_on_use(cls: type[Any], notice: Notice) -> None:
 def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
     """Hook into ``__init__``, since ``__new__`` also runs when an instance is unpickled."""
     own = vars(cls).get("__init__")
-    signature = _get_signature_with_self(cls) if own is None else None
+    signature = None
+    if own is None:
+        # Read before the hook is set: `inspect` would then report the hook's arguments.
+        with suppress(ValueError, TypeError):  # the base may be written in C, without a signature
+            signature = signature_of(cls)
     call_own = own if isinstance(own, FunctionType) else None
 
     def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +290,11 @@ def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
 
     hook: Any = wraps(own or cls.__init__)(initialise)
     if signature is not None:
-        hook.__signature__ = signature
+        import inspect
+
+        receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [receiver, *signature.parameters.values()]
+        hook.__signature__ = signature.replace(parameters=parameters)
     type.__setattr__(cls, "__init__", hook)
 
 
@@ -329,35 +332,20 @@ def _call_inherited_init(
     return None
 
 
-def _get_signature_with_self(cls: type[Any]) -> Any:
-    """Return the signature of the class as that of an ``__init__``, None if it has none."""
-    import inspect
-
-    try:
-        signature = signature_of(cls)
-    except (ValueError, TypeError):
-        return None
-    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    return signature.replace(parameters=[receiver, *signature.parameters.values()])
-
-
 def _warn_user(notice: Notice, machinery: Collection[CodeType]) -> None:
     """Warn, and blame the nearest frame that is not part of making a class or an instance."""
+    # Two frames up: this function and its hook. The hook's caller may be `type.__call__`, which has
+    # no frame, or Python code of a metaclass, which has.
     frame: FrameType | None = sys._getframe(2)
     stacklevel = 2 + notice.stacklevel
-    while frame is not None and _is_machinery(frame, machinery):
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        is_library = module in _MACHINERY_MODULES or module.startswith("mcore.versioning.")
+        if not is_library and frame.f_code not in machinery:
+            break
         frame = frame.f_back
         stacklevel += 1
     warnings.warn(notice.message, notice.category, stacklevel)
-
-
-def _is_machinery(frame: FrameType, machinery: Collection[CodeType]) -> bool:
-    module: str = frame.f_globals.get("__name__", "")
-    return (
-        module in _MACHINERY_MODULES
-        or module.startswith("mcore.versioning.")
-        or frame.f_code in machinery
-    )
 
 
 def _find_code(cls: type[Any], name: str) -> Collection[CodeType]:

@@ -27,8 +27,6 @@ _LIBRARIES = (
     ("causal_conv1d", "causal-conv1d"),
 )
 _OWN = ("versioning", "tensor", "parallel", "modules", "observe")
-_NOT_INSTALLED = "not installed"
-_UNUSABLE = "present but unusable"
 _MODULE_SUFFIXES = (".py", ".so", ".pyd")
 _FILES_WITH_VERSION = ("__init__.py", "_version.py", "version.py", "__version__.py")
 
@@ -43,8 +41,15 @@ class PackageState(NamedTuple):
     def __str__(self) -> str:
         """Return the version, ``not installed``, or ``present but unusable: <reason>``."""
         if self.reason is not None:
-            return f"{_UNUSABLE}: {self.reason}"
-        return self.version or _NOT_INSTALLED
+            return f"{self.status}: {self.reason}"
+        return self.version or self.status
+
+    @property
+    def status(self) -> str:
+        """``installed``, ``not installed`` or ``present but unusable``."""
+        if self.reason is not None:
+            return "present but unusable"
+        return "not installed" if self.version is None else "installed"
 
 
 def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
@@ -56,7 +61,15 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
     try:
         installed = distribution(name)
     except PackageNotFoundError:
-        return _judge_without_metadata(module, name, spec)
+        # A source tree on the path, or a module of another distribution.
+        if spec is None:
+            return PackageState(name)
+        if _is_bare_folder(spec):
+            return PackageState(name, reason=_describe_bare_folder(module, spec))
+        version = _read_version_in_source(spec)
+        place = f"{module} at {_get_location(spec)}"
+        reason = f"{place} has no metadata and no readable version" if version is None else None
+        return PackageState(name, version, reason)
     version = _field(installed, "Version")
     for reason in _find_problems(installed, version, module, spec, watched):
         return PackageState(name, reason=reason)
@@ -75,28 +88,11 @@ def _find_problems(
     elif spec is None:
         yield f"version {version} is recorded as installed, but there is no module {module}"
     elif _is_bare_folder(spec):
-        yield f"{module} is only a folder without code: {_get_location(spec)}"
+        yield _describe_bare_folder(module, spec)
     else:
         yield from _find_shadowing(installed, version, module, spec)
-        yield from _check_python(installed, version)
-        yield from _check_platform(installed, version)
+        yield from _check_interpreter(installed, version)
         yield from _check_requirements(installed, version, watched)
-
-
-def _judge_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> PackageState:
-    if spec is None:
-        return PackageState(name)
-    if _is_bare_folder(spec):
-        return PackageState(
-            name, reason=f"{module} is only a folder without code: {_get_location(spec)}"
-        )
-    version = _read_version_in_source(spec)
-    if version is None:
-        return PackageState(
-            name,
-            reason=f"{module} at {_get_location(spec)} has no metadata and no readable version",
-        )
-    return PackageState(name, version)
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
@@ -120,6 +116,10 @@ def _is_bare_folder(spec: ModuleSpec) -> bool:
     return not spec.has_location and spec.submodule_search_locations is not None
 
 
+def _describe_bare_folder(module: str, spec: ModuleSpec) -> str:
+    return f"{module} is only a folder without code: {_get_location(spec)}"
+
+
 def _get_location(spec: ModuleSpec) -> str:
     return spec.origin or ", ".join(spec.submodule_search_locations or ())
 
@@ -127,7 +127,14 @@ def _get_location(spec: ModuleSpec) -> str:
 def _find_shadowing(
     installed: Distribution, version: str, module: str, spec: ModuleSpec
 ) -> Iterator[str]:
-    own_files = _find_module_files(installed, module)
+    path = PurePosixPath(*module.split("."))
+    # An editable installation records none of the module's files, so nothing is compared.
+    own_files = {
+        Path(str(installed.locate_file(file))).resolve()
+        for file in installed.files or ()
+        if file.suffix in _MODULE_SUFFIXES
+        and file.parent / file.name.partition(".")[0] in (path, path / "__init__")
+    }
     if own_files and spec.has_location and Path(_get_location(spec)).resolve() not in own_files:
         yield (
             f"{module} is found at {_get_location(spec)}, in front of the installed version "
@@ -135,36 +142,23 @@ def _find_shadowing(
         )
 
 
-def _find_module_files(installed: Distribution, module: str) -> set[Path]:
-    """Return the recorded files of a distribution that can be the module, none if editable."""
-    path = PurePosixPath(*module.split("."))
-    return {
-        Path(str(installed.locate_file(file))).resolve()
-        for file in installed.files or ()
-        if file.suffix in _MODULE_SUFFIXES
-        and file.parent / file.name.partition(".")[0] in (path, path / "__init__")
-    }
-
-
-def _check_python(installed: Distribution, version: str) -> Iterator[str]:
+def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
+    """Compare the supported Python versions and, for a wheel, its platform tags."""
+    lines = (installed.read_text("WHEEL") or "").splitlines()
+    tags = [line.partition(":")[2].strip() for line in lines if line.startswith("Tag:")]
     required = _field(installed, "Requires-Python")
     running = ".".join(str(part) for part in sys.version_info[:3])
     try:
         excluded = required and not SpecifierSet(required).contains(running, prereleases=True)
     except InvalidSpecifier:
-        return
+        excluded = False  # such metadata proves nothing
     if excluded:
         yield f"version {version} needs Python {required}, but this is {running}"
-
-
-def _check_platform(installed: Distribution, version: str) -> Iterator[str]:
-    lines = (installed.read_text("WHEEL") or "").splitlines()
-    tags = [line.partition(":")[2].strip() for line in lines if line.startswith("Tag:")]
     if tags and not any(parse_tag(tag) & _get_supported_tags() for tag in tags):
-        yield (f"version {version} was built for {', '.join(tags)}, which this Python can't load")
+        yield f"version {version} was built for {', '.join(tags)}, which this Python can't load"
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # building the hundreds of tags takes milliseconds
 def _get_supported_tags() -> frozenset[Tag]:
     return frozenset(sys_tags())
 
@@ -178,6 +172,7 @@ def _check_requirements(
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
+        # Without a value for "extra", a marker that mentions extras cannot be evaluated.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if names is None or canonicalize_name(requirement.name) in names:
@@ -256,7 +251,7 @@ class EnvironmentReport(NamedTuple):
         packages = [
             {
                 "name": package.name,
-                "status": _get_status(package),
+                "status": package.status,
                 "version": package.version,
                 "reason": package.reason,
             }
@@ -276,9 +271,3 @@ def environment_report() -> EnvironmentReport:
     states += [package_state(f"mcore.{part}", f"mcore-{part}") for part in _OWN]
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return EnvironmentReport(python, platform.platform(), tuple(states))
-
-
-def _get_status(package: PackageState) -> str:
-    if package.reason is not None:
-        return _UNUSABLE
-    return _NOT_INSTALLED if package.version is None else "installed"

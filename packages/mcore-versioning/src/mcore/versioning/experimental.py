@@ -127,7 +127,13 @@ def experimental_fn(
             if isinstance(inner, type):
                 raise TypeError(f"{inner!r} is a class: decorate it with @experimental_cls")
             warn_if_expired(inner, introduced_with_version, max_lifetime, current_version)
-            return _gate_function(inner, introduced_with_version)
+            gate = Gate(full_name(inner))
+            # The gate is one more frame between a deprecation warning inside and the user's line.
+            gated: Any = config.checking_before_calls(blaming_one_further(inner), gate.check)
+            gated._experimental_api = True
+            gated._introduced_with_version = introduced_with_version
+            mark_if_coroutine_function(gated, inner)
+            return gated
 
         return through_descriptor(func, gate_function)
 
@@ -158,17 +164,9 @@ def check_lifetime(max_lifetime: int) -> None:
         )
 
 
-def _gate_function(func: Any, introduced: str) -> Any:
-    gate = Gate(full_name(func))
-    gated: Any = config.checking_before_calls(blaming_one_further(func), gate.check)
-    gated._experimental_api = True
-    gated._introduced_with_version = introduced
-    mark_if_coroutine_function(gated, func)
-    return gated
-
-
 def has_expired(introduced: Version, current: Version, max_lifetime: int) -> bool:
     """Return whether more than ``max_lifetime`` minor releases, or a major release, have passed."""
+    # Releases across a major version cannot be counted: the last minor number is unknown.
     if introduced.major != current.major:
         return current.major > introduced.major
     return introduced.minor + max_lifetime < current.minor
@@ -197,25 +195,21 @@ def warn_if_expired(
 
 def owner_version(module: str) -> Version | None:
     """Return the version of the distribution that owns a module, None if it is unknown."""
-    distribution = _find_owner(module)
-    text = distribution and recorded_version(distribution)
+    top_level, *rest = module.split(".")
+    if top_level in ("", "__main__"):
+        return None
+    if top_level == _NAMESPACE:
+        owners = [f"{_NAMESPACE}-{part}" for part in rest[:1]]
+    else:
+        # An editable installation lists no packages. It is found if it has its package's name.
+        owners = list(_find_owners(top_level)) or [top_level]
+    if len(owners) != 1:
+        return None  # a namespace that several distributions share
+    text = recorded_version(owners[0])
     try:
         return Version(text) if text else None
     except InvalidVersion:
         return None
-
-
-def _find_owner(module: str) -> str | None:
-    top_level, *rest = module.split(".")
-    if top_level == _NAMESPACE:
-        return f"{_NAMESPACE}-{rest[0]}" if rest else None
-    if top_level in ("", "__main__"):
-        return None
-    owners = _find_owners(top_level)
-    if len(owners) > 1:
-        return None  # a namespace that several distributions share
-    # An editable installation lists no packages. It is found if it has its package's name.
-    return next(iter(owners), top_level)
 
 
 @cache

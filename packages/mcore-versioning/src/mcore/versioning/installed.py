@@ -43,6 +43,7 @@ def _cache_answers(package: InstalledPackage) -> Callable[[Check], Check]:
         ) -> bool:
             if check_equality and not release_only:
                 try:
+                    # The object itself is compared: an equal text may be of a replaced module.
                     known, answers = package.loaded
                     if modules[module].__version__ is known:
                         return answers[version]

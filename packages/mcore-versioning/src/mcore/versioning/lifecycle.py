@@ -73,8 +73,25 @@ def deprecated(
         old is deprecated since version 1.0.0. Use new instead. Will be removed in version 2.0.0. \
 Reason: Faster.
     """
-    _check_versions(version, removal_version)
-    _check_warning(category, stacklevel)
+    for name, value in (("version", version), ("removal_version", removal_version)):
+        if not isinstance(value, str) and (name == "version" or value is not None):
+            raise TypeError(
+                f"{name} of @deprecated is {value!r}. Write the version in quotes, "
+                'as in @deprecated("1.0.0")'
+            )
+    begin = Version(version)
+    if removal_version is not None and Version(removal_version) <= begin:
+        raise ValueError(
+            f"removal_version {removal_version} must be later than version {version}, "
+            "in which the deprecation begins"
+        )
+    is_warning: bool = isinstance(category, type) and issubclass(category, Warning)
+    if category is not None and not is_warning:
+        raise TypeError(f"category must be a subclass of Warning or None, not {category!r}")
+    if stacklevel < 1:
+        raise ValueError(
+            f"stacklevel is {stacklevel}. Pass 1 to blame the caller, 2 for the caller's caller"
+        )
     details = {
         "_deprecated": True,
         "_deprecated_version": version,
@@ -84,14 +101,19 @@ Reason: Faster.
     }
 
     def deprecate(target: Any) -> Any:
-        message = _format_message(
-            display_name(target), version, removal_version, alternative, reason
+        parts = (
+            ("{} is deprecated since version {}.", (display_name(target), version)),
+            ("Use {} instead.", (alternative,)),
+            ("Will be removed in version {}.", (removal_version,)),
+            ("Reason: {}", (reason,)),
         )
+        message = " ".join(text.format(*given) for text, given in parts if None not in given)
         _check_standard_text(target, message)
         notice = Notice(message, category, stacklevel)
         is_class = isinstance(target, type)
         if not is_class:
             target = without_warning(target) if category is None else warn_on_call(target, notice)
+        # A class is hooked after the notice is set: a hook warns only if it finds its own notice.
         _attach(target, {**details, "__deprecated__": message, NOTICE_ATTRIBUTE: notice})
         if is_class and category is not None:
             warn_on_use(target, notice)
@@ -191,57 +213,17 @@ def get_deprecation(obj: object) -> DeprecationInfo | None:
     return None
 
 
-def _check_versions(version: str, removal_version: str | None) -> None:
-    for name, value in (("version", version), ("removal_version", removal_version)):
-        if not isinstance(value, str) and (name == "version" or value is not None):
-            raise TypeError(
-                f"{name} of @deprecated is {value!r}. Write the version in quotes, "
-                'as in @deprecated("1.0.0")'
-            )
-    begin = Version(version)
-    if removal_version is not None and Version(removal_version) <= begin:
-        raise ValueError(
-            f"removal_version {removal_version} must be later than version {version}, "
-            "in which the deprecation begins"
-        )
-
-
-def _check_warning(category: Any, stacklevel: int) -> None:
-    is_warning = isinstance(category, type) and issubclass(category, Warning)
-    if category is not None and not is_warning:
-        raise TypeError(f"category must be a subclass of Warning or None, not {category!r}")
-    if stacklevel < 1:
-        raise ValueError(
-            f"stacklevel is {stacklevel}. Pass 1 to blame the caller, 2 for the caller's caller"
-        )
-
-
 def _check_standard_text(target: Any, message: str) -> None:
     """Refuse an object if the standard decorator (PEP 702) below has another text."""
     (own,) = _own_attributes(target) if callable(target) else ({},)
     text = own.get("__deprecated__")
+    # A text that an earlier use of this decorator set is replaced. It does not count.
     notice = own.get(NOTICE_ATTRIBUTE)
     if text not in (None, message) and (notice is None or notice.message != text):
         raise ValueError(
             f"the standard deprecated decorator below @deprecated has the text {text!r}, which "
             f"type checkers would print instead of {message!r}. Use the latter text for both"
         )
-
-
-def _format_message(
-    name: str,
-    version: str,
-    removal_version: str | None,
-    alternative: str | None,
-    reason: str | None,
-) -> str:
-    parts = (
-        ("{} is deprecated since version {}.", (name, version)),
-        ("Use {} instead.", (alternative,)),
-        ("Will be removed in version {}.", (removal_version,)),
-        ("Reason: {}", (reason,)),
-    )
-    return " ".join(text.format(*values) for text, values in parts if None not in values)
 
 
 def _mark(obj: T, attribute: str) -> T:

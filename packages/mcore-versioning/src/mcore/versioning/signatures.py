@@ -56,8 +56,18 @@ def create_updated_function_signature(
             f"{original_function!r} already has the parameter {', '.join(taken)}. "
             "Choose other names for the new parameters"
         )
-    added = [_make_keyword_only(name, default) for name, default in extended_kwargs.items()]
-    end = len(present)
+    empty = inspect.Parameter.empty
+    # A default of None gives no hint of the type.
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=empty if default is None or default is empty else type(default),
+        )
+        for name, default in extended_kwargs.items()
+    ]
+    end = len(present)  # **kwargs has to stay last
     if present and present[-1].kind is inspect.Parameter.VAR_KEYWORD:
         end -= 1
     return signature.replace(parameters=[*present[:end], *added, *present[end:]])
@@ -97,18 +107,10 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature:
     if sys.version_info >= (3, 14):
         from annotationlib import Format
 
+        # Annotations are evaluated by this call, which would raise NameError for such names.
+
         return inspect.signature(target, annotation_format=Format.FORWARDREF)
     return inspect.signature(target)
-
-
-def _make_keyword_only(name: str, default: Any) -> inspect.Parameter:
-    import inspect
-
-    empty = inspect.Parameter.empty
-    annotation = empty if default is None or default is empty else type(default)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
 
 
 def through_descriptor(target: Any, decorate: Callable[[Any], Any]) -> Any:
@@ -116,6 +118,7 @@ def through_descriptor(target: Any, decorate: Callable[[Any], Any]) -> Any:
     if isinstance(target, (staticmethod, classmethod)):
         inner = through_descriptor(target.__func__, decorate)
         descriptor = type(target)(inner)
+        # The constructor copies only the usual attributes of the function, and none of the target.
         for attributes in (vars(target), getattr(inner, "__dict__", {})):
             vars(descriptor).update((n, v) for n, v in attributes.items() if n != "__wrapped__")
         return descriptor
@@ -154,10 +157,15 @@ def mark_if_coroutine_function(wrapper: Any, wrapped: Any) -> None:
     code = getattr(getattr(wrapped, "__func__", wrapped), "__code__", None)
     if not isinstance(code, CodeType) or not code.co_flags & _COROUTINE:
         return
-    import inspect
+    if sys.version_info >= (3, 12):
+        import inspect
 
-    mark = getattr(inspect, "markcoroutinefunction", _mark_for_asyncio)
-    mark(wrapper)
+        inspect.markcoroutinefunction(wrapper)
+    else:
+        import asyncio.coroutines
+
+        # asyncio.iscoroutinefunction of Python 3.10 and 3.11 looks for this marker.
+        wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
 
 
 def display_name(target: Any) -> str:
@@ -177,13 +185,6 @@ def full_name(target: Any) -> str:
     name = getattr(target, "__qualname__", None) or display_name(target)
     module = getattr(target, "__module__", None)
     return f"{module}.{name}" if module else name
-
-
-def _mark_for_asyncio(wrapper: Any) -> None:
-    """Set the marker of Python 3.10 and 3.11, which have no ``inspect.markcoroutinefunction``."""
-    import asyncio.coroutines
-
-    wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
 
 
 class NullDecorator:

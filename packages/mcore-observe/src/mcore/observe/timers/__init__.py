@@ -155,7 +155,7 @@ class Timers:
     def format(
         self, names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
     ) -> str | None:
-        """Format ``rows[rank][i]`` seconds for ``names[i]`` by the option of this object.
+        """Format ``rows[rank][i]`` seconds for ``names[i]`` in ms, by the option of this object.
 
         0 means not timed. Returns None if no rank timed anything.
 
@@ -164,7 +164,14 @@ class Timers:
             (min, max) time across ranks (ms):
                 forward ........................................: (1.00, 2.00)
         """
-        return format_times(names, rows, self._log_option, normalizer)
+        header, format_timer = OPTIONS[self._log_option]
+        scale = 1e3 / normalizer
+        lines = [
+            format_timer(name, timed)
+            for i, name in enumerate(names)
+            if (timed := {rank: row[i] * scale for rank, row in enumerate(rows) if row[i] > 0})
+        ]
+        return header + "".join(lines) if lines else None
 
     def log(
         self,
@@ -288,20 +295,6 @@ class Timers:
         if barrier and is_distributed():
             dist.barrier()
         return gather_seconds(self.local_seconds(names, reset=reset))
-
-
-def format_times(
-    names: Sequence[str], rows: Sequence[Sequence[float]], option: str, normalizer: float = 1.0
-) -> str | None:
-    """Format ``rows[rank][i]`` seconds for ``names[i]`` in ms, None if no rank timed anything."""
-    header, format_one = OPTIONS[option]
-    scale = 1e3 / normalizer
-    lines = [
-        format_one(name, timed)
-        for i, name in enumerate(names)
-        if (timed := {rank: row[i] * scale for rank, row in enumerate(rows) if row[i] > 0})
-    ]
-    return header + "".join(lines) if lines else None
 
 
 def longest_times(

@@ -47,7 +47,11 @@ class Timer:
 
     def __init__(self, name: str, *, sync: bool = True, clock: Clock | None = None) -> None:
         self.name = name
-        self._clock = clock if clock is not None else default_clock(sync)
+        if clock is None and (sync or not torch.accelerator.is_available()):
+            clock = HostClock(sync=sync)
+        elif clock is None:
+            clock = DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))
+        self._clock = clock
         self._running = False
         self._elapsed = 0.0
         self._active = 0.0
@@ -280,10 +284,3 @@ class DeviceClock:
             self._free += [begin, end]
         done = {id(end) for _, end in finished}
         self._pairs = [pair for pair in self._pairs if id(pair[1]) not in done]
-
-
-def default_clock(sync: bool) -> Clock:
-    """Return the device's clock, or the host's for ``sync`` or without an accelerator."""
-    if sync or not torch.accelerator.is_available():
-        return HostClock(sync=sync)
-    return DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -162,29 +162,24 @@ class StepCounter:
         self._finished: collections.deque[float] = collections.deque()
 
     def log(self, given: StepInput, config: Any, global_state: Any) -> None:
-        """Advance the counters of the state and log the steps. All ranks call it."""
+        """Advance the counters, complete the input, and log the steps. All ranks call it."""
         progress = global_state.train_state
         if self.first_step is None:
             self.first_step = progress.step
-        samples = given.samples
-        if samples is None:
+        if given.samples is None:
             groups = find_process_groups(given.pg_collection, given.model)
             microbatches = find_num_microbatches(config, global_state, groups)
-            samples = samples_per_step(config, microbatches, groups) * given.steps
+            given.samples = samples_per_step(config, microbatches, groups) * given.steps
         progress.step += given.steps
-        progress.consumed_train_samples += int(samples)
+        progress.consumed_train_samples += int(given.samples)
         if given.skipped:
-            progress.skipped_train_samples += int(samples)
+            progress.skipped_train_samples += int(given.samples)
         window = as_number(getattr(config.logger, "throughput_window_size", None)) or 100
         self._finished.extend(self._stamp_steps(given.steps))
         while len(self._finished) > window + 1:
             self._finished.popleft()
-        given = replace(
-            given,
-            samples=samples,
-            history_wct=list(self._finished) if len(self._finished) > window else None,
-            loaded_iteration=self.first_step,
-        )
+        given.history_wct = list(self._finished) if len(self._finished) > window else None
+        given.loaded_iteration = self.first_step
         log_training_step(given, config, global_state, self._totals)
         if not count_iterations(self._totals):  # a line has shown the sums
             self._totals.clear()  # a loss that the loop stops reporting must not appear as 0

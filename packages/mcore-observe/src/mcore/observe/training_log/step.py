@@ -27,7 +27,7 @@ _NUMBERS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepInput:
     """A step, or several at once, as a training loop passes it to the log.
 
@@ -55,18 +55,18 @@ class StepInput:
     seq_length: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogStep:
-    """The facts of a step, the same on every rank except for ``writes``."""
+    """The facts of a step, the same on every rank except for ``writes``.
+
+    Facts that only steps with output need are found at their first access.
+    """
 
     given: StepInput
     losses: Mapping[str, Any]  # the given losses that are numbers
     config: Any
     global_state: Any
     iteration: int
-    num_microbatches: int
-    world_size: int
-    seq_length: int | None
     pg_collection: Any
     ends_sink_interval: bool
     ends_console_interval: bool
@@ -76,11 +76,6 @@ class LogStep:
     def of(cls, given: StepInput, config: Any, global_state: Any) -> LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
-        groups = find_process_groups(given.pg_collection, given.model)
-        seq_length = given.seq_length
-        if seq_length is None:
-            seq_length = getattr(getattr(config, "dataset", None), "seq_length", None)
-        length = as_number(seq_length)
         sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
         writes = is_last_rank()
         return cls(
@@ -89,10 +84,7 @@ class LogStep:
             config=config,
             global_state=global_state,
             iteration=iteration,
-            num_microbatches=find_num_microbatches(config, global_state, groups),
-            world_size=world_size(),
-            seq_length=None if length is None else int(length),
-            pg_collection=groups,
+            pg_collection=find_process_groups(given.pg_collection, given.model),
             ends_sink_interval=_ends_interval(sink_interval, iteration, given.steps),
             ends_console_interval=_ends_interval(
                 config.logger.log_interval, iteration, given.steps
@@ -120,6 +112,25 @@ class LogStep:
     def model_config(self) -> Any:
         """The model's configuration, or None."""
         return getattr(self.config, "model", None)
+
+    @functools.cached_property
+    def num_microbatches(self) -> int:
+        """Forward passes of this step on one data-parallel rank."""
+        return find_num_microbatches(self.config, self.global_state, self.pg_collection)
+
+    @functools.cached_property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return world_size()
+
+    @functools.cached_property
+    def seq_length(self) -> int | None:
+        """Tokens of a sample, or None."""
+        length = self.given.seq_length
+        if length is None:
+            length = getattr(getattr(self.config, "dataset", None), "seq_length", None)
+        number = as_number(length)
+        return None if number is None else int(number)
 
     @functools.cached_property
     def batch_size(self) -> int:
