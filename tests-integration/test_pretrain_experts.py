@@ -239,7 +239,7 @@ def test_one_process_continues_a_text(
         ({"freeze_router": True}, "--freeze-router is for a model with experts"),
         ({"experts": 6, "ep": 4, "dp": 4}, "--experts 6 is not divisible by --ep 4"),
         ({"experts": 4, "ep": 4, "tp": 2}, r"--ep 4 does not divide cp \* dp = 1 \* 2 = 2"),
-        ({"experts": 4, "topk": 5}, "--topk 5 is more than there are --experts"),
+        ({"experts": 4, "topk": 5}, "--topk 5 is larger than --experts 4"),
         (
             {"experts": 4, "ep": 2, "fsdp": True, "hsdp_outer": 2},
             "--hsdp-outer 2 does not divide cp \\* dp / ep = 1",

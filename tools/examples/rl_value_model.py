@@ -31,9 +31,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the outputs ``[b, s, n]`` for tokens ``[b, s]``."""
         output = self.output_layer(self.layers(self.embedding(tokens))[0])
-        return (
-            output[0] if isinstance(output, tuple) else output
-        )  # a value head also returns its bias
+        # A value head returns its output and its bias.
+        return output[0] if isinstance(output, tuple) else output
 
 
 def value_model_of(policy: LanguageModel) -> nn.Module:

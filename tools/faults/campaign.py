@@ -1,4 +1,4 @@
-"""Trials one after the other, or a few at once, until enough has happened."""
+"""Runs trials, one or several at a time, until a limit of minutes or faults is reached."""
 
 from __future__ import annotations
 

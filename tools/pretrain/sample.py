@@ -135,7 +135,11 @@ def _open_run_tokenizer(settings: Settings, moved_to: str | None) -> Tokenizer:
     if tokenizer.digest != settings.tokenizer_digest:
         raise UsageError(
             f"--tokenizer {path} differs from the tokenizer of the run"
-            + ("" if settings.tokenizer else ", which learned bytes")
+            + (
+                f", {settings.tokenizer}: pass that file"
+                if settings.tokenizer
+                else ", which learned bytes: remove the option"
+            )
         )
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""The fork server that ranks on the CPU come from. Ranks for an accelerator are spawned."""
+"""The fork server that starts ranks on the CPU. Ranks for an accelerator are spawned."""
 
 import contextlib
 import multiprocessing

@@ -118,7 +118,7 @@ def test_table_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_torch_min_version("2.9.0", release_only=True)
 
 
-def test_supported_pythons_are_those_of_the_metadata() -> None:
+def test_only_the_metadata_names_the_supported_pythons() -> None:
     classifiers = metadata("mcore-versioning").get_all("Classifier") or []
-    pythons = [each.rpartition(" ")[2] for each in classifiers if "Python :: 3." in each]
-    assert f"Supports Python {pythons[0]} to {pythons[-1]}." in README
+    assert any("Python :: 3." in each for each in classifiers)
+    assert "Python 3." not in README

@@ -174,7 +174,7 @@ def _check_experts(settings: Settings) -> None:
         return
     _check_divisible("--experts", settings.experts, "--ep", settings.ep)
     if settings.topk > settings.experts:
-        raise UsageError(f"--topk {settings.topk} is more than there are --experts")
+        raise UsageError(f"--topk {settings.topk} is larger than --experts {settings.experts}")
     ranks = settings.cp * settings.dp
     if ranks % settings.ep:
         raise UsageError(

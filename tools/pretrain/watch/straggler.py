@@ -45,7 +45,7 @@ class CpuWaits:
     """Milliseconds per section during which this thread was ready to run and had no CPU.
 
     On a shared machine other processes use the CPU and slow different ranks at different times.
-    The values are Linux's. On other systems and with an accelerator they are 0.
+    Linux reports them. On other systems and with an accelerator they are 0.
     """
 
     def __init__(self, device: torch.device) -> None:

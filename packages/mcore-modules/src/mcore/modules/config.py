@@ -122,7 +122,21 @@ class TransformerConfig:
     external_cuda_graph: InitVar[bool] = False
 
     def __post_init__(self, enable_cuda_graph: bool, external_cuda_graph: bool) -> None:
-        self._accept_deprecated_graph_flags(enable_cuda_graph, external_cuda_graph)
+        given = {"enable_cuda_graph": enable_cuda_graph, "external_cuda_graph": external_cuda_graph}
+        names = [name for name, value in given.items() if value]
+        if len(names) == 2 or (names and self.cuda_graph_impl != "none"):
+            raise ValueError(
+                f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}. "
+                "Pass cuda_graph_impl alone"
+            )
+        if names:
+            self.cuda_graph_impl = "local" if enable_cuda_graph else "transformer_engine"
+            warnings.warn(
+                f"{names[0]} is deprecated. Use cuda_graph_impl={self.cuda_graph_impl!r}",
+                DeprecationWarning,
+                stacklevel=3,  # this method, the generated __init__, the caller
+            )
+        # Before the defaults below are computed from these values.
         self.validate()
         for name, default in _UNREAD.items():
             if getattr(self, name) != default:
@@ -135,23 +149,6 @@ class TransformerConfig:
             self.output_layer_init_method = scaled_init_method_normal(
                 self.init_method_std, self.num_layers
             )
-
-    def _accept_deprecated_graph_flags(self, enable: bool, external: bool) -> None:
-        given = {"enable_cuda_graph": enable, "external_cuda_graph": external}
-        names = [name for name, value in given.items() if value]
-        if not names:
-            return
-        if len(names) == 2 or self.cuda_graph_impl != "none":
-            raise ValueError(
-                f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}. "
-                "Pass cuda_graph_impl alone"
-            )
-        self.cuda_graph_impl = "local" if enable else "transformer_engine"
-        warnings.warn(
-            f"{names[0]} is deprecated. Use cuda_graph_impl={self.cuda_graph_impl!r}",
-            DeprecationWarning,
-            stacklevel=4,  # this method, __post_init__, the generated __init__, the caller
-        )
 
     def validate(self) -> None:
         """Check the current values of all fields.
@@ -170,19 +167,11 @@ class TransformerConfig:
             ...
             ValueError: hidden_size=12 is not divisible by num_attention_heads=5
         """
-        self._validate_counts()
-        self._validate_choices()
-        self._validate_combinations()
-
-    def _validate_counts(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL_SIZES:
-                continue
-            _require_int(name, value, least=1)
+            if value is not None or name not in _OPTIONAL_SIZES:
+                _require_int(name, value, least=1)
         _require_int("cuda_graph_warmup_steps", self.cuda_graph_warmup_steps, least=0)
-
-    def _validate_choices(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -190,8 +179,6 @@ class TransformerConfig:
         dtype = self.params_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"params_dtype={dtype!r} is not a floating torch.dtype")
-
-    def _validate_combinations(self) -> None:
         for first, second in (("fp16", "bf16"), ("fp8", "fp4")):
             if is_switched_on(getattr(self, first)) and is_switched_on(getattr(self, second)):
                 raise ValueError(
@@ -203,13 +190,10 @@ class TransformerConfig:
                 f"sequence_parallel={self.sequence_parallel!r} needs tensor_model_parallel_size "
                 "> 1, got 1"
             )
-        if (
-            self.virtual_pipeline_model_parallel_size is not None
-            and self.pipeline_model_parallel_size == 1
-        ):
+        num_virtual = self.virtual_pipeline_model_parallel_size
+        if num_virtual is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
-                "virtual_pipeline_model_parallel_size="
-                f"{self.virtual_pipeline_model_parallel_size} needs "
+                f"virtual_pipeline_model_parallel_size={num_virtual} needs "
                 "pipeline_model_parallel_size > 1, got 1"
             )
         if self.hidden_size % self.num_attention_heads:

@@ -43,11 +43,18 @@ def untie_embeddings(model: Any) -> ModelList:
     chunks = ensure_model_list(model)
     refuse_data_parallel(chunks)
     for owner in clear_ties(chunks):
-        output, embedding = _find_output_layer(owner), _find_word_embedding(owner)
+        if hasattr(type(owner), _HAS_OUTPUT):
+            output, layer = owner.get_output_embeddings(), owner.get_input_embeddings()
+        else:
+            output = getattr(owner, "output_layer", None)
+            layer = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
         if output is None:
             continue
+        # Megatron's tied output layer has no weight: it gets that of the embedding at each call.
         weight = getattr(output, "weight", None)
-        if embedding is not None and (weight is None or weight is embedding):
+        embedding = getattr(layer, "weight", None)
+        is_tied = weight is None or weight is embedding
+        if is_tied and isinstance(embedding, torch.Tensor):
             output.weight = torch.nn.Parameter(embedding.detach().clone(), embedding.requires_grad)
             vars(output.weight).update(vars(embedding))
         if output.weight is not None:
@@ -78,19 +85,4 @@ def _clear_tie(part: Any) -> bool:
     return False
 
 
-_HAS_OUTPUT = "get_output_embeddings"
-
-
-def _find_output_layer(owner: Any) -> Any:
-    if hasattr(type(owner), _HAS_OUTPUT):
-        return owner.get_output_embeddings()
-    return getattr(owner, "output_layer", None)
-
-
-def _find_word_embedding(owner: Any) -> torch.Tensor | None:
-    if hasattr(type(owner), _HAS_OUTPUT):
-        embedding = owner.get_input_embeddings()
-    else:
-        embedding = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
-    weight = getattr(embedding, "weight", None)
-    return weight if isinstance(weight, torch.Tensor) else None
+_HAS_OUTPUT = "get_output_embeddings"  # the method by which models of transformers are known

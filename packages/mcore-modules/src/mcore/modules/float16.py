@@ -114,6 +114,7 @@ class Float16Module(MegatronModule):
         if vp_size is None:
             vp_size = read_field(config, "virtual_pipeline_model_parallel_size", None)
         self._set_stage(vp_stage, vp_size)
+        # After all checks: the cast is in place, and an error must leave the module as it was.
         self.float16_convertor = _cast_to_half if self.fp16 else _cast_to_bfloat16
         self.module = convert_module_to_dtype_except_fp32_marked(module, self._dtype)
         self._assigned = False
@@ -210,6 +211,7 @@ class Float16Module(MegatronModule):
             untouched = self.no_cast_kwargs
             cast = {name: value for name, value in kwargs.items() if name not in untouched}
             given = inputs
+            # In one call: a tensor that is passed twice is cast once.
             inputs, cast = fp32_to_float16((inputs, cast), self.float16_convertor)
             kwargs.update(cast)
             if self._kept_positions:
@@ -298,6 +300,7 @@ class Float16Module(MegatronModule):
         if not assign:
             return self.module.load_state_dict(state_dict, strict=strict)
         result = self.module.load_state_dict(state_dict, strict=strict, assign=True)
+        # Assigned tensors have the dtype of the state dict, and none of the marks.
         restore_precision(self.module, self._dtype)
         return result
 
@@ -334,6 +337,8 @@ class Float16Module(MegatronModule):
         return self.module if recurse and "module" not in self.module._modules else super()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # functional_call with names of named_parameters() would set a tensor on this wrapper, and
+        # the wrapped module would silently compute with its old one.
         inside = self.__dict__.get("_modules", {}).get("module")
         if inside is not None and (name in inside._parameters or name in inside._buffers):
             raise AttributeError(
@@ -347,6 +352,7 @@ class Float16Module(MegatronModule):
         return wrapped_names(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
+        # Names first, since the function may replace tensors, and the marks are lost with them.
         record_fp32_marks(self.module)
         keeping = keeping_dtype_of_marked(self.module, fn)
         super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
@@ -403,6 +409,7 @@ def _accept_both_spellings(
     *_: Any,
 ) -> None:
     """Accept keys with and without ``module.`` when a parent loads the wrapper."""
+    # Modules below are loaded later: the post hook restores the precision of all of them.
     module._assigned = bool(local_metadata.get("assign_to_params_buffers", False))
     add_wrapper_to_keys(state_dict, prefix, lambda: set(module.module.state_dict()))
 

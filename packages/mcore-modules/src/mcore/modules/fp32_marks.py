@@ -127,6 +127,7 @@ def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
     stamp_fp32_marks(module)
     kept = _collect_kept_ids(module)
 
+    # Marked tensors first: the conversion below leaves them as they are.
     def restore(tensor: torch.Tensor) -> torch.Tensor:
         is_downcast = id(tensor) in kept and tensor.dtype in _HALF
         return tensor.float() if is_downcast else tensor
@@ -141,6 +142,7 @@ def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         applied = fn(tensor)
+        # A float8 tensor with its scales elsewhere has no meaning in another dtype.
         is_small_float = tensor.is_floating_point() and tensor.dtype not in _CASTABLE
         if applied.dtype != tensor.dtype and (id(tensor) in kept or is_small_float):
             return tensor.to(applied.device)
@@ -180,6 +182,7 @@ def _collect_kept_ids(module: torch.nn.Module) -> set[int]:
     kept: set[int] = set()
     for tensor in _iterate_kept_tensors(module):
         kept.add(id(tensor))
+        # `_apply` passes gradients too. Reading .grad of a tensor that is no leaf would warn.
         if tensor.is_leaf and tensor.grad is not None:
             kept.add(id(tensor.grad))
     return kept

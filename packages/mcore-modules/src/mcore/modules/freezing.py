@@ -172,19 +172,16 @@ def _find_routing_parameters(part: Any) -> Iterator[torch.Tensor]:
     if getattr(part, "experts", None) is not None:  # the names of transformers
         names += ["gate", "shared_expert_gate"]
     for name in names:
-        yield from _find_router_parameters(getattr(part, name, None))
+        router = getattr(part, name, None)
+        if isinstance(router, torch.nn.Module):
+            # expert_bias balances the load. It is updated by counts, not by gradients.
+            named = router.named_parameters()
+            yield from (p for path, p in named if path.rpartition(".")[2] != "expert_bias")
+        else:
+            yield from _find_parameter(router, "weight")
+            yield from _find_parameter(router, "bias")
     for name in ("gate_weight", "gate_bias"):
         yield from _find_parameter(part, name)
-
-
-def _find_router_parameters(router: Any) -> Iterator[torch.Tensor]:
-    if isinstance(router, torch.nn.Module):
-        for name, parameter in router.named_parameters():
-            if name.rpartition(".")[2] != "expert_bias":
-                yield parameter
-    else:
-        for name in ("weight", "bias"):
-            yield from _find_parameter(router, name)
 
 
 def _find_parameter(module: object, name: str) -> Iterator[torch.Tensor]:

@@ -153,8 +153,18 @@ class LinearForLastLayer(torch.nn.Linear):
             )
         if get_pg_size(group) == 1:
             return logits
-        if self.check_shapes:
-            _check_equal_lengths(logits, group)
+        if not self.check_shapes:
+            return _gather_from_sequence_parallel_region(logits, False, group)
+        # The maximum of -length is minus the smallest length: one reduction finds both.
+        length = logits.shape[0]
+        extremes = torch.tensor([length, -length], device=comm_device(group))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        longest, shortest = extremes[0].item(), -extremes[1].item()
+        if longest != shortest:
+            raise ValueError(
+                f"this rank has a sequence slice of length {length}, but the lengths in the group "
+                f"are {shortest} to {longest}. Pad all slices to the same length"
+            )
         return _gather_from_sequence_parallel_region(logits, False, group)
 
     def _stamp(self) -> None:
@@ -188,18 +198,6 @@ class LinearForLastLayer(torch.nn.Linear):
 
 def _stamp_loaded(head: LinearForLastLayer, _: Any) -> None:
     head._stamp()
-
-
-def _check_equal_lengths(logits: torch.Tensor, group: Any) -> None:
-    length = logits.shape[0]
-    extremes = torch.tensor([length, -length], device=comm_device(group))
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    longest, shortest = extremes[0].item(), -extremes[1].item()
-    if longest != shortest:
-        raise ValueError(
-            f"this rank has a sequence slice of length {length}, but the lengths in the group are "
-            f"{shortest} to {longest}. Pad all slices to the same length"
-        )
 
 
 @internal_api

@@ -80,7 +80,9 @@ def _convert_to_megatron(leaf: Any) -> Any:
         raise RuntimeError(
             f"entries for Megatron-LM need megatron-core: {error}. Run pip install megatron-core"
         ) from error
-    kind = getattr(theirs, type(leaf).__name__)
+    # A subclass that Megatron-LM lacks becomes its base, such as an object that is pickled there.
+    names = [kind.__name__ for kind in type(leaf).__mro__]
+    kind = getattr(theirs, next(name for name in names if hasattr(theirs, name)))
     if isinstance(leaf, LocalNonpersistentObject):
         return kind(leaf.unwrap())
     values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}

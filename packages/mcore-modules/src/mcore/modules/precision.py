@@ -170,7 +170,12 @@ class _Conversion:
         if kind is _UNSEEN:
             kind = _find_kind(val)
         if kind is None:
-            return val if self._dtypes is not None else self._convert_leaf(val)
+            if self._dtypes is not None:
+                return val
+            converted = self._conversion(val)
+            if converted is not val:
+                self._changes += 1
+            return converted
         parts, rebuild = kind
         # Checked here too: after a graph break this code runs in Python.
         is_traced = self._is_traced and _is_traced()
@@ -184,16 +189,10 @@ class _Conversion:
         self._inside.add(key)
         try:
             before = self._changes
-            converted = self.each(parts(val))
-            return val if self._changes == before else rebuild(val, converted)
+            items = self.each(parts(val))
+            return val if self._changes == before else rebuild(val, items)
         finally:
             self._inside.discard(key)
-
-    def _convert_leaf(self, val: Any) -> Any:
-        converted = self._conversion(val)
-        if converted is not val:
-            self._changes += 1
-        return converted
 
 
 Parts = Callable[[Any], "Collection[Any]"]
@@ -204,28 +203,18 @@ def _keep_itself(val: Any) -> Any:
     return val
 
 
-def _list_dict_values(val: dict[Any, Any]) -> Collection[Any]:
-    return val.values()  # a function, since torch.compile cannot trace dict.values
-
-
 def _list_values(val: Mapping[Any, Any]) -> list[Any]:
     return [val[key] for key in val.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
 
 
-def _list_attributes(val: Any) -> list[Any]:
-    return list(vars(val).values())
-
-
-def _rebuild_list(_: list[Any], items: list[Any]) -> list[Any]:
-    return items
-
-
-def _rebuild_tuple(_: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    return tuple(items)
-
-
-def _rebuild_dict(val: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+def _rebuild_dict(val: Mapping[Any, Any], items: list[Any]) -> dict[Any, Any]:
     return dict(zip(val, items, strict=True))
+
+
+def _rebuild_namespace(val: SimpleNamespace, items: list[Any]) -> SimpleNamespace:
+    rebuilt = copy.copy(val)
+    vars(rebuilt).update(zip(vars(val), items, strict=True))
+    return rebuilt
 
 
 def _rebuild_list_subclass(val: list[Any], items: list[Any]) -> list[Any]:
@@ -252,10 +241,6 @@ def _rebuild_deque(val: deque[Any], items: list[Any]) -> deque[Any]:
     return rebuilt
 
 
-def _rebuild_proxy(val: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any]:
-    return MappingProxyType(dict(zip(val, items, strict=True)))
-
-
 def _rebuild_mapping(val: Any, items: list[Any]) -> Any:
     """Rebuild a mapping from a copy: a constructor would lose its attributes."""
     rebuilt = copy.copy(val) if isinstance(val, (dict, UserDict)) else val.copy()
@@ -269,10 +254,6 @@ def _rebuild_mapping(val: Any, items: list[Any]) -> Any:
 
 def _list_fields_only(val: Any) -> list[str]:
     return [f.name for f in fields(val) if f.name in vars(val) and f.name not in val]
-
-
-def _list_dataclass_mapping_parts(val: Any) -> list[Any]:
-    return [*val.values(), *(vars(val)[name] for name in _list_fields_only(val))]
 
 
 def _rebuild_dataclass_mapping(val: Any, items: list[Any]) -> Any:
@@ -297,21 +278,11 @@ def _list_field_names(val: Any) -> list[str]:
     return [field.name for field in fields(val) if hasattr(val, field.name)]
 
 
-def _list_dataclass_parts(val: Any) -> list[Any]:
-    return [getattr(val, name) for name in _list_field_names(val)]
-
-
 def _rebuild_dataclass(val: Any, items: list[Any]) -> Any:
     # Not dataclasses.replace: it fails on init=False fields and calls __post_init__.
     rebuilt = copy.copy(val)
     for name, item in zip(_list_field_names(val), items, strict=True):
         object.__setattr__(rebuilt, name, item)
-    return rebuilt
-
-
-def _rebuild_namespace(val: SimpleNamespace, items: list[Any]) -> SimpleNamespace:
-    rebuilt = copy.copy(val)
-    vars(rebuilt).update(zip(vars(val), items, strict=True))
     return rebuilt
 
 
@@ -325,15 +296,18 @@ class _Kind(NamedTuple):
 _UNSEEN: Any = object()
 _MAPPING = _Kind(_list_values, _rebuild_mapping)
 _DEQUE = _Kind(_keep_itself, _rebuild_deque)
-_NAMESPACE = _Kind(_list_attributes, _rebuild_namespace)
+_NAMESPACE = _Kind(lambda val: vars(val).values(), _rebuild_namespace)
 _KINDS: dict[type, _Kind | None] = {
     **dict.fromkeys((type(None), bool, int, float, str, bytes, torch.Size, set, frozenset)),
-    list: _Kind(_keep_itself, _rebuild_list),
-    tuple: _Kind(_keep_itself, _rebuild_tuple),
-    dict: _Kind(_list_dict_values, _rebuild_dict),
+    list: _Kind(_keep_itself, lambda _, items: items),
+    tuple: _Kind(_keep_itself, lambda _, items: tuple(items)),
+    # Not the method dict.values, which torch.compile cannot trace.
+    dict: _Kind(lambda val: val.values(), _rebuild_dict),
     OrderedDict: _MAPPING,
     defaultdict: _MAPPING,
-    MappingProxyType: _Kind(_list_values, _rebuild_proxy),
+    MappingProxyType: _Kind(
+        _list_values, lambda val, items: MappingProxyType(_rebuild_dict(val, items))
+    ),
     deque: _DEQUE,
     SimpleNamespace: _NAMESPACE,
 }
@@ -350,9 +324,14 @@ def _find_kind(val: Any) -> _Kind | None:
         return _DEQUE
     if isinstance(val, Mapping):
         if is_dataclass(val) and isinstance(val, dict):
-            return _Kind(_list_dataclass_mapping_parts, _rebuild_dataclass_mapping)
+            return _Kind(
+                lambda val: [*val.values(), *(vars(val)[name] for name in _list_fields_only(val))],
+                _rebuild_dataclass_mapping,
+            )
         # A mapping without a shallow copy cannot be rebuilt.
         return _MAPPING if isinstance(val, dict) or hasattr(val, "copy") else None
     if is_dataclass(val):
-        return _Kind(_list_dataclass_parts, _rebuild_dataclass)
+        return _Kind(
+            lambda val: [getattr(val, name) for name in _list_field_names(val)], _rebuild_dataclass
+        )
     return _NAMESPACE if isinstance(val, SimpleNamespace) else None

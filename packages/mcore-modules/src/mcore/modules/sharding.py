@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -71,8 +71,11 @@ def _resolve_groups_into(
         raise TypeError(f"metadata is a {type(metadata).__name__}. Pass a dict or None")
     groups = attribute_or_none(module, "pg_collection")
     module_tp = attribute_or_none(module, "tp_group")
-    if groups is None and module_tp is None and tp_group is None and _is_resolved(metadata):
-        return metadata
+    # The usual case in a walk: a module above has found both groups, and this one has no others.
+    if groups is None and module_tp is None and tp_group is None and metadata is not None:
+        found = (metadata.get("tp_group"), metadata.get("dp_cp_group"))
+        if None not in found:
+            return metadata
     resolved = dict(metadata or {})
     tp = _choose_first_group(
         tp_group,
@@ -82,20 +85,15 @@ def _resolve_groups_into(
     )
     dp_cp = _choose_first_group(resolved.get("dp_cp_group"), getattr(groups, "dp_cp", None))
     if tp is None or dp_cp is None:
-        sizes = _read_model_sizes(attribute_or_none(module, "config"))
+        config = attribute_or_none(module, "config")
+        tp_size, pp_size = (
+            read_field(config, f"{name}_model_parallel_size", None) or 1
+            for name in ("tensor", "pipeline")
+        )
         pp_group = getattr(groups, "pp", None)
-        tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=sizes)
+        tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=(tp_size, pp_size))
     resolved["tp_group"], resolved["dp_cp_group"] = tp, dp_cp
     return resolved
-
-
-def _is_resolved(metadata: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Return whether a module above has found both groups."""
-    return (
-        metadata is not None
-        and metadata.get("tp_group") is not None
-        and metadata.get("dp_cp_group") is not None
-    )
 
 
 def _choose_first_group(*candidates: Any) -> Any:
@@ -103,12 +101,6 @@ def _choose_first_group(*candidates: Any) -> Any:
         if group is not None:
             return group
     return None
-
-
-def _read_model_sizes(config: object) -> tuple[int, int]:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    tp_size, pp_size = (read_field(config, name, None) or 1 for name in names)
-    return tp_size, pp_size
 
 
 def _check_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
@@ -169,8 +161,12 @@ class _Walk:
     def entries(self) -> Entries:
         """Describe the waiting tensors, and return all entries."""
         if self._waiting:
-            described = _describe_replicated(
-                self._waiting, self._prefix, self._offsets, self._metadata
+            described: Entries = make_sharded_tensors_for_checkpoint(
+                self._waiting,
+                self._prefix,
+                sharded_offsets=self._offsets,
+                tp_group=self._metadata["tp_group"],
+                dp_cp_group=self._metadata["dp_cp_group"],
             )
             _merge_entries(self._entries, described)
             self._waiting = {}
@@ -185,8 +181,12 @@ class _Walk:
                 described = sharded_state_dict_default(
                     child, self._prefix + path, self._offsets, self._metadata, tp_group=tp_group
                 )
+                # entries() describes the waiting tensors first, which keeps the order of modules.
                 _merge_entries(self.entries(), described)
-        elif child._modules and any(map(_is_walk_needed, iter_modules(child))):
+        elif child._modules and any(
+            _is_self_describing(below) or _strip_compiled(below) is not below
+            for below in iter_modules(child)
+        ):
             self.visit(child, path)
         elif not child._modules and _is_plain(child):
             self._wait(_list_plain_tensors(child), path)
@@ -243,10 +243,6 @@ def _list_plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
     return tensors
 
 
-def _is_walk_needed(module: torch.nn.Module) -> bool:
-    return _is_self_describing(module) or _strip_compiled(module) is not module
-
-
 def _strip_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside a wrapper of torch.compile, which is not part of keys."""
     while type(module).__name__ == "OptimizedModule":
@@ -256,19 +252,6 @@ def _strip_compiled(module: torch.nn.Module) -> torch.nn.Module:
 
 def _is_self_describing(module: torch.nn.Module) -> bool:
     return callable(attribute_or_none(module, "sharded_state_dict"))
-
-
-def _describe_replicated(
-    state: dict[str, Any], prefix: str, offsets: Offsets, metadata: dict[str, Any]
-) -> Entries:
-    entries: Entries = make_sharded_tensors_for_checkpoint(
-        state,
-        prefix,
-        sharded_offsets=offsets,
-        tp_group=metadata["tp_group"],
-        dp_cp_group=metadata["dp_cp_group"],
-    )
-    return entries
 
 
 def _read_own_state(module: torch.nn.Module) -> dict[str, Any]:

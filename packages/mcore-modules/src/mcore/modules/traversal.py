@@ -116,10 +116,7 @@ def _find_shared_objects(root: object) -> Iterator[Any]:
         elif isinstance(value, MethodType):
             pending.append(value.__self__)
         pending.extend(getattr(value, "__dict__", {}).values())
-        names = (name for kind in type(value).__mro__ for name in _list_slots(kind))
-        pending.extend(getattr(value, name, None) for name in names)
-
-
-def _list_slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots  # one slot may be a plain string
+            pending.extend(getattr(value, name, None) for name in names)

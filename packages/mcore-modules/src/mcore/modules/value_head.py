@@ -105,6 +105,7 @@ def create_value_head_hook(
         chunks = ensure_model_list(model)
         refuse_data_parallel(chunks)
         last = _choose_last_chunks(chunks, pp_group, pg_collection, vp_size)
+        # Before the first change: an unknown group must leave the model as it was.
         groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
         clear_ties(chunks)
         for chunk, group in zip(last, groups, strict=True):
@@ -202,21 +203,16 @@ def _make_like(
     replaced: Any, chunk: Any, make: Callable[..., LinearForLastLayer], group: Any, in_fp32: bool
 ) -> LinearForLastLayer:
     """Make the head with device, dtype and mode of the replaced layer."""
-    like = _find_tensor_like(replaced, chunk)
+    like = getattr(replaced, "weight", None)
+    if not isinstance(like, torch.Tensor):
+        like = next(chunk.parameters(), None) if isinstance(chunk, torch.nn.Module) else None
     place = {} if like is None else {"device": like.device, "dtype": like.dtype}
     if in_fp32:
         place["dtype"] = torch.float32
     head = make(tp_group=group, **place)
+    # In evaluation the head must not start to drop inputs.
     head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
     return keep_in_fp32(head, *dict(head.named_parameters())) if in_fp32 else head
-
-
-def _find_tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:
-    """Return a tensor with the device and dtype for the head."""
-    weight = getattr(replaced, "weight", None)
-    if isinstance(weight, torch.Tensor):
-        return weight
-    return next(chunk.parameters(), None) if isinstance(chunk, torch.nn.Module) else None
 
 
 def _broadcast(head: LinearForLastLayer) -> None:

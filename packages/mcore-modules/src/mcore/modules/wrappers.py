@@ -263,7 +263,11 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
             )
         visited[id(model)] = model
         yield model
-        model = _get_inner_model(model)
+        # Registered wrappers first: they may have a child `module` that is not the model.
+        registered = (attr for cls, attr in _registered_wrappers.items() if isinstance(model, cls))
+        attrs = (*registered, "module", "_orig_mod")
+        held = next((attr for attr in attrs if has_own_attribute(model, attr)), None)
+        model = None if held is None else getattr(model, held)
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
@@ -333,11 +337,3 @@ def _list_default_wrappers() -> dict[type, str]:
         if hasattr(sys.modules.get(module), name)
     }
     return known | _registered_wrappers
-
-
-def _get_inner_model(model: Any) -> Any:
-    registered = (attr for cls, attr in _registered_wrappers.items() if isinstance(model, cls))
-    for attr in (*registered, "module", "_orig_mod"):
-        if has_own_attribute(model, attr):
-            return getattr(model, attr)
-    return None

@@ -143,7 +143,9 @@ def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
                 f"{mesh} has no dimension {name!r}. It has: {', '.join(known) or 'no names'}"
             )
         if dims.count(name) > 1 or wanted.count(name) > 1:
-            raise ValueError(f"the name {name!r} appears twice in {wanted} or in {mesh}")
+            raise ValueError(
+                f"the name {name!r} appears twice in {wanted} or in {mesh}. Use each name once"
+            )
 
 
 def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:

@@ -31,28 +31,6 @@ class _Views(NamedTuple):
     by_shape: dict[tuple[int, ...], Tensor]
 
 
-def _check_allocation_context(mem_alloc_context: object) -> None:
-    # An object made by @contextmanager is callable too (as a decorator): check both.
-    if not callable(mem_alloc_context) or hasattr(type(mem_alloc_context), "__enter__"):
-        raise TypeError(
-            "mem_alloc_context must be a callable without arguments that returns a context "
-            f"manager, got {mem_alloc_context!r}: pass the function that makes it, or a lambda"
-        )
-
-
-def _enter_allocation_context(
-    mem_alloc_context: _AllocationContext | None,
-) -> AbstractContextManager[Any]:
-    if mem_alloc_context is None:
-        return contextlib.nullcontext()
-    context = mem_alloc_context()
-    if not hasattr(context, "__enter__"):
-        raise TypeError(
-            f"mem_alloc_context must return a context manager, got {type(context).__name__}"
-        )
-    return context
-
-
 class GlobalMemoryBuffer:
     """Memory that is allocated once per name, dtype and device, and reused by later requests.
 
@@ -123,8 +101,14 @@ class GlobalMemoryBuffer:
             shape = tensor_shape  # a known shape has no negative entries
         else:
             shape = checked_shape(tensor_shape)
-        if mem_alloc_context is not None:
-            _check_allocation_context(mem_alloc_context)
+        # An object made by @contextmanager is callable too (as a decorator): check both.
+        if mem_alloc_context is not None and (
+            not callable(mem_alloc_context) or hasattr(type(mem_alloc_context), "__enter__")
+        ):
+            raise TypeError(
+                "mem_alloc_context must be a callable without arguments that returns a context "
+                f"manager, got {mem_alloc_context!r}: pass the function that makes it, or a lambda"
+            )
         if _is_dynamo_compiling():
             key = (name, dtype, resolve_device(device))
             return self._make_view(key, shape, mem_alloc_context)
@@ -306,10 +290,16 @@ class GlobalMemoryBuffer:
                 f"{old_bytes} to {numel * dtype.itemsize} bytes: reserve() the largest shape "
                 "before freeze(), or call unfreeze()"
             )
-        context = _enter_allocation_context(mem_alloc_context)
+        context = contextlib.nullcontext() if mem_alloc_context is None else mem_alloc_context()
+        if not hasattr(context, "__enter__"):
+            raise TypeError(
+                f"mem_alloc_context must return a context manager, got {type(context).__name__}"
+            )
         self._drop(key)
+        # Not an inference tensor: the buffer outlives the mode of its first request.
         with context, torch.inference_mode(False):
             fresh = torch.empty(numel, dtype=dtype, device=device)
+        # A tensor of an active transform is not kept: it would be dead after the transform.
         if not (fresh.is_meta or is_transform_wrapper(fresh)):
             self.buffer[key] = fresh
         return fresh

@@ -112,40 +112,6 @@ def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
         return tensor.full_tensor()
 
 
-def _get_mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
-    mesh = tensor.device_mesh
-    if mesh_dim is None and mesh.ndim > 1:
-        names = mesh.mesh_dim_names or list(range(mesh.ndim))
-        raise ValueError(
-            f"the tensor is on a mesh of {mesh.ndim} dimensions, {names}: "
-            "pass the data-parallel dimension as mesh_dim"
-        )
-    if mesh_dim is not None:
-        _check_mesh_dim(mesh_dim, mesh.mesh_dim_names, mesh.ndim)
-    return mesh.get_group(mesh_dim)
-
-
-def _check_mesh_dim(mesh_dim: int | str, names: tuple[str, ...] | None, num_dims: int) -> None:
-    known: tuple[int | str, ...] = tuple(range(num_dims)) + (names or ())
-    if mesh_dim not in known:
-        raise ValueError(
-            f"mesh_dim is {mesh_dim!r}, which is not a dimension of the tensor's mesh: "
-            f"pass one of {list(known)}"
-        )
-
-
-def _require_same_ranks(found: ProcessGroup, expected: ProcessGroup | None) -> None:
-    if expected is None or expected is found:
-        return
-    found_ranks = torch.distributed.get_process_group_ranks(found)
-    expected_ranks = torch.distributed.get_process_group_ranks(expected)
-    if found_ranks != expected_ranks:
-        raise ValueError(
-            f"the tensor's data-parallel group has ranks {found_ranks}, but the group already in "
-            f"use has ranks {expected_ranks}: all tensors must share one data-parallel group"
-        )
-
-
 def get_data_parallel_group_if_dtensor(
     tensor: object,
     data_parallel_group: ProcessGroup | None = None,
@@ -176,8 +142,29 @@ def get_data_parallel_group_if_dtensor(
     """
     if not is_dtensor(tensor):
         return None
-    group = _get_mesh_group(tensor, mesh_dim)
-    _require_same_ranks(group, data_parallel_group)
+    mesh = tensor.device_mesh
+    known: list[int | str] = [*range(mesh.ndim), *(mesh.mesh_dim_names or ())]
+    if mesh_dim is None and mesh.ndim > 1:
+        raise ValueError(
+            f"the tensor is on a mesh of {mesh.ndim} dimensions, "
+            f"{mesh.mesh_dim_names or known}: pass the data-parallel dimension as mesh_dim"
+        )
+    if mesh_dim is not None and mesh_dim not in known:
+        raise ValueError(
+            f"mesh_dim is {mesh_dim!r}, which is not a dimension of the tensor's mesh: "
+            f"pass one of {known}"
+        )
+    group = mesh.get_group(mesh_dim)
+    if data_parallel_group is None or data_parallel_group is group:
+        return group
+    # Two groups of the same ranks are equivalent: meshes create groups of their own.
+    found_ranks = torch.distributed.get_process_group_ranks(group)
+    expected_ranks = torch.distributed.get_process_group_ranks(data_parallel_group)
+    if found_ranks != expected_ranks:
+        raise ValueError(
+            f"the tensor's data-parallel group has ranks {found_ranks}, but the group already in "
+            f"use has ranks {expected_ranks}: all tensors must share one data-parallel group"
+        )
     return group
 
 
@@ -225,15 +212,21 @@ def every_rank_has_elements(
     Pure arithmetic, the same on every rank. Placements with a ``dim`` are cut as by
     ``torch.chunk``.
     """
-    sizes = [{size} for size in shape]
+    sizes = [{size} for size in shape]  # of each dimension, the distinct lengths of its shards
     for num_shards, placement in zip(mesh_shape, placements, strict=True):
         dim = getattr(placement, "dim", None)
         if not isinstance(dim, int):
             continue
-        split_factor = getattr(placement, "split_factor", 1)
-        sizes[dim] = set().union(
-            *(_shard_sizes(size, num_shards, split_factor) for size in sizes[dim])
-        )
+        # A strided shard cuts each of `split_factor` pieces and joins the chunks of one index.
+        factor = getattr(placement, "split_factor", 1)
+        cuts = [
+            [_chunk_size(size, factor, piece) for piece in range(factor)] for size in sizes[dim]
+        ]
+        sizes[dim] = {
+            sum(_chunk_size(piece, num_shards, index) for piece in pieces)
+            for pieces in cuts
+            for index in range(num_shards)
+        }
     return not any(0 in lengths for lengths in sizes)
 
 
@@ -241,15 +234,3 @@ def _chunk_size(size: int, num_chunks: int, index: int) -> int:
     """Return the length of a chunk of ``torch.chunk``, zero for chunks that it omits."""
     full = -(-size // num_chunks)
     return min(max(size - index * full, 0), full)
-
-
-def _shard_sizes(size: int, num_shards: int, split_factor: int) -> set[int]:
-    """Return the distinct lengths of the shards of one dimension.
-
-    A strided shard cuts each of ``split_factor`` pieces and joins the chunks of the same index.
-    """
-    pieces = [_chunk_size(size, split_factor, piece) for piece in range(split_factor)]
-    return {
-        sum(_chunk_size(piece, num_shards, index) for piece in pieces)
-        for index in range(num_shards)
-    }

@@ -77,16 +77,6 @@ def _allocate_bytes(num_bytes: int) -> Tensor | str:
         return _describe_cause(error)
 
 
-def _share_handle(buffer: Tensor, group: ProcessGroup) -> object:
-    """Return the handle on the memory of all ranks, or why it failed. A collective."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    try:
-        return symmetric_memory.rendezvous(buffer, group)
-    except RuntimeError as error:
-        return _describe_cause(error)
-
-
 def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bool:
     """Return whether every rank succeeded, the same on every rank. One all-reduce (MIN)."""
     if torch.distributed.get_world_size(group) == 1:
@@ -108,12 +98,6 @@ def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bo
             f"{-minus_largest} bytes, {num_bytes} on this rank: pass the same size on every rank"
         )
     return bool(all_succeeded)
-
-
-def _tell_the_others(group: ProcessGroup) -> None:
-    """Take part in the agreement of the other ranks, which makes them raise too."""
-    with contextlib.suppress(ValueError):
-        _all_ranks_agree(False, 0, group)
 
 
 class GlobalSymmetricMemoryBuffer:
@@ -154,9 +138,11 @@ class GlobalSymmetricMemoryBuffer:
         self.symm_mem_hdl: Any = None
         self.init_failure_reason: str | None = None
         group = _find_usable_group(process_group)
+        if isinstance(num_bytes, Exception) and not isinstance(group, str):
+            # The other ranks wait in the agreement. Taking part in it makes them raise too.
+            with contextlib.suppress(ValueError):
+                _all_ranks_agree(False, 0, group)
         if isinstance(num_bytes, Exception):
-            if not isinstance(group, str):
-                _tell_the_others(group)
             raise num_bytes
         if isinstance(group, str):
             self.init_failure_reason = group
@@ -172,7 +158,14 @@ class GlobalSymmetricMemoryBuffer:
         if not _all_ranks_agree(allocated, num_bytes, group) or not isinstance(buffer, Tensor):
             self.init_failure_reason = buffer if isinstance(buffer, str) else failed_elsewhere
             return
-        handle = _share_handle(buffer, group)
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        handle: object
+        try:
+            handle = symmetric_memory.rendezvous(buffer, group)
+        except RuntimeError as error:
+            handle = _describe_cause(error)
+        # A second agreement: the rendezvous may fail on some ranks only.
         if not _all_ranks_agree(not isinstance(handle, str), num_bytes, group):
             self.init_failure_reason = handle if isinstance(handle, str) else failed_elsewhere
             return

@@ -127,19 +127,9 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     """
     if inp._base is None:
         return inp
-    if keep_graph:
-        return _make_in_graph(inp, requires_grad)
-    if requires_grad:
-        return inp.detach().requires_grad_()
-    return inp.detach()  # not the function above: its call would add a fifth to the time
-
-
-def _is_derived() -> bool:
-    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _make_in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
+    if not keep_graph:
+        # Without a helper function: its call would add a fifth to the time.
+        return inp.detach().requires_grad_() if requires_grad else inp.detach()
     if not _is_derived():
         viewless = MakeViewlessTensor.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
     elif torch.compiler.is_compiling():
@@ -148,6 +138,11 @@ def _make_in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
     else:
         viewless = _TransformableViewlessTensor.apply(inp)  # type: ignore[no-untyped-call]
     return cast("Tensor", viewless)
+
+
+def _is_derived() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:

@@ -158,7 +158,7 @@ def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
         yield f"version {version} was built for {', '.join(tags)}, which this Python can't load"
 
 
-@lru_cache(maxsize=1)  # building the hundreds of tags takes milliseconds
+@lru_cache(maxsize=1)  # hundreds of tags: milliseconds for each package
 def _get_supported_tags() -> frozenset[Tag]:
     return frozenset(sys_tags())
 
@@ -172,7 +172,7 @@ def _check_requirements(
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        # Without a value for "extra", a marker that mentions extras cannot be evaluated.
+        # A marker that mentions extras needs a value for "extra": none was requested.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if names is None or canonicalize_name(requirement.name) in names:

@@ -14,7 +14,6 @@ from mcore.modules.graphs.graphable import GraphableMegatronModule
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import (
-    GraphedCallable,
     GraphRunner,
     GraphSpec,
     graph_capturing,
@@ -100,15 +99,27 @@ def capture_graphs(
     if num_warmup_iters is None:
         num_warmup_iters = read_field(config, "cuda_graph_warmup_steps", 3)
     sizes = (seq_length, micro_batch_size)
-    _log_if_never_replayed(config)
+    impl = read_field(config, "cuda_graph_impl", "none")
+    if impl != "transformer_engine":
+        logger.warning(
+            "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
+            "'transformer_engine'",
+            impl,
+        )
     with graph_capturing(), preserved_state(checked, device):
         specs = [
-            _make_spec(layer, order, slot, _make_inputs(layer, order, sample_inputs, sizes))
+            _make_spec(layer, order, slot, sample_inputs, sizes)
             for slot in range(num_graphs)
             for order, layer in enumerate(checked)
         ]
         graphs = runner.capture(specs, num_warmup_iters=num_warmup_iters, allow_unused_input=True)
-        _assign_graphs(checked, specs, graphs)
+        if len(graphs) != len(specs):
+            raise GraphStateError(
+                f"the runner returned {len(graphs)} graphs for {len(specs)} specs"
+            )
+        # Specs are in the order of slots, and in each slot in the order of layers.
+        for order, layer in enumerate(checked):
+            layer.cuda_graphs = list(graphs[order :: len(checked)])
 
 
 def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
@@ -227,35 +238,22 @@ def _check_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatronMo
     return checked
 
 
-def _log_if_never_replayed(config: object) -> None:
-    impl = read_field(config, "cuda_graph_impl", "none")
-    if impl != "transformer_engine":
-        logger.warning(
-            "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
-            "'transformer_engine'",
-            impl,
-        )
-
-
-def _make_inputs(
+def _make_spec(
     layer: GraphableMegatronModule,
     order: int,
+    slot: int,
     sample_inputs: SampleInputs | None,
     sizes: tuple[int, int],
-) -> dict[str, torch.Tensor]:
-    if sample_inputs is None:
-        return layer.get_layer_static_inputs(*sizes)
-    # Copies: a graph's inputs must not change until its backward.
-    return {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in sample_inputs[order].items()
-        if tensor is not None
-    }
-
-
-def _make_spec(
-    layer: GraphableMegatronModule, order: int, slot: int, inputs: dict[str, torch.Tensor]
 ) -> GraphSpec:
+    if sample_inputs is None:
+        inputs = layer.get_layer_static_inputs(*sizes)
+    else:
+        # Copies: a graph's inputs must not change until its backward.
+        inputs = {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in sample_inputs[order].items()
+            if tensor is not None
+        }
     hidden_states = inputs.pop("hidden_states", None)
     if hidden_states is None:
         raise ValueError(
@@ -269,17 +267,3 @@ def _make_spec(
         microbatch=slot,
         order=order,
     )
-
-
-def _assign_graphs(
-    layers: Sequence[GraphableMegatronModule],
-    specs: Sequence[GraphSpec],
-    graphs: Sequence[GraphedCallable],
-) -> None:
-    if len(graphs) != len(specs):
-        raise GraphStateError(f"the runner returned {len(graphs)} graphs for {len(specs)} specs")
-    filled: list[list[GraphedCallable]] = [[] for _ in layers]
-    for spec, graph in zip(specs, graphs, strict=True):
-        filled[spec.order].append(graph)
-    for layer, layer_graphs in zip(layers, filled, strict=True):
-        layer.cuda_graphs = layer_graphs

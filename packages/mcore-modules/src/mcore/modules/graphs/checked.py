@@ -92,8 +92,18 @@ class CheckedGraph:
         with_gradients = self._strict and torch.is_grad_enabled()
         self._signature.check(args, tensors, with_gradients=with_gradients)
         parameters = self._tensors.check(with_gradients=with_gradients)
-        if self._strict:
-            self._check_memory()
+        if self._strict and self.is_busy:
+            raise GraphStateError(
+                f"{self._place} is called before the backward of its last call and would overwrite "
+                "its tensors. Run backward first, drop the outputs, or capture more slots"
+            )
+        # A pool is a stack: a later graph keeps its tensors where this one would write.
+        innermost = self.pool.innermost if self._strict and self.pool is not None else None
+        if innermost is not None and innermost.number > self.number:
+            raise GraphStateError(
+                f"{self._place} shares memory with a graph that was captured later, and the "
+                "backward of that graph has not run. Run it first, or make a new capture"
+            )
         last = None if self._last is None else self._last()
         if last is not None:
             last.is_overwritten = True
@@ -103,20 +113,6 @@ class CheckedGraph:
         if self._strict and not self._watches_backward:
             outputs = _watch(outputs, token)
         return outputs
-
-    def _check_memory(self) -> None:
-        """Raise GraphStateError if a call in flight needs memory that this one overwrites."""
-        if self.is_busy:
-            raise GraphStateError(
-                f"{self._place} is called before the backward of its last call and would overwrite "
-                "its tensors. Run backward first, drop the outputs, or capture more slots"
-            )
-        innermost = None if self.pool is None else self.pool.innermost
-        if innermost is not None and innermost.number > self.number:
-            raise GraphStateError(
-                f"{self._place} shares memory with a graph that was captured later, and the "
-                "backward of that graph has not run. Run it first, or make a new capture"
-            )
 
     def reset(self) -> None:
         """Free the graph. Later calls raise GraphStateError. A second reset does nothing."""
@@ -258,20 +254,11 @@ def _compare_inputs(
     yield from (f"input {name!r} is missing" for name in expected if name not in given)
     yield from (f"input {name!r} is unexpected" for name in given if name not in expected)
     for name in [name for name in expected if name in given]:
-        for text in _compare_signatures(expected[name], given[name], with_gradients):
-            yield f"input {name!r}: {text}"
-
-
-def _compare_signatures(
-    expected: TensorSignature, tensor: torch.Tensor, with_gradients: bool
-) -> Iterator[str]:
-    given = signature_of(tensor)
-    for name in ("shape", "dtype", "device"):
-        wanted, got = getattr(expected, name), getattr(given, name)
-        if wanted != got:
-            yield f"{name} is {got}, captured with {wanted}"
-    if with_gradients and given.requires_grad and not expected.requires_grad:
-        yield "requires_grad is True, captured with False"
+        wanted, got = expected[name], signature_of(given[name])
+        pairs = zip(("shape", "dtype", "device"), got, wanted, strict=False)
+        yield from (f"input {name!r}: {n} is {a}, captured with {b}" for n, a, b in pairs if a != b)
+        if with_gradients and got.requires_grad and not wanted.requires_grad:
+            yield f"input {name!r}: requires_grad is True, captured with False"
 
 
 class ReplacedTensorError(GraphInputMismatch):
@@ -344,16 +331,14 @@ def _get_pointer(tensor: torch.Tensor) -> int:
 def _make_replaced_error(
     entries: list[_CapturedTensor], with_gradients: bool
 ) -> ReplacedTensorError:
-    changes = [text for entry in entries for text in _describe_changes(entry, with_gradients)]
+    changes = []
+    for entry in entries:
+        tensor = entry.held.get(entry.key)
+        what = f"{entry.name!r} of the layer"
+        if tensor is None:
+            changes.append(f"{what} was removed after the capture")
+        elif tensor is not entry.tensor or (entry.pointer and tensor.data_ptr() != entry.pointer):
+            changes.append(f"{what} was replaced or moved after the capture")
+        elif with_gradients and tensor.requires_grad and not entry.required_grad:
+            changes.append(f"{what} requires grad, but did not at the capture")
     return ReplacedTensorError(f"{'; '.join(changes)}. Make a new capture of the layer")
-
-
-def _describe_changes(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
-    tensor = entry.held.get(entry.key)
-    what = f"{entry.name!r} of the layer"
-    if tensor is None:
-        yield f"{what} was removed after the capture"
-    elif tensor is not entry.tensor or (entry.pointer and tensor.data_ptr() != entry.pointer):
-        yield f"{what} was replaced or moved after the capture"
-    elif with_gradients and tensor.requires_grad and not entry.required_grad:
-        yield f"{what} requires grad, but did not at the capture"

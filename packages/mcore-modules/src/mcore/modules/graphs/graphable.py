@@ -68,14 +68,11 @@ class GraphableMegatronModule(MegatronModule):
         self.vp_stage = vp_stage
         # Not nn.Module.__setattr__: a runner or manager that is a module is not part of the model.
         object.__setattr__(self, "graph_runner", graph_runner)
-        self._start_without_graphs()
-        if read_field(config, "cuda_graph_impl", "none") == "local":
-            self._set_manager(cudagraph_manager)
-
-    def _start_without_graphs(self) -> None:
         self.cuda_graphs: list[GraphedCallable] = []
         self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[Any, ...]]] = []
         self.current_microbatch = 0
+        if read_field(config, "cuda_graph_impl", "none") == "local":
+            self._set_manager(cudagraph_manager)
 
     def _set_manager(self, manager: Any) -> None:
         create = getattr(self, "create_mcore_cudagraph_manager", None)
@@ -111,18 +108,6 @@ class GraphableMegatronModule(MegatronModule):
             >>> layer.get_layer_static_inputs(16, 2)["hidden_states"].shape
             torch.Size([16, 2, 8])
         """
-        local_length = self._compute_local_length(seq_length)
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}. Pass at least 1")
-        hidden_states = torch.ones(
-            (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
-            dtype=self._get_activation_dtype(),
-            device=device_of(self.parameters()),
-            requires_grad=True,
-        )
-        return {"hidden_states": hidden_states}
-
-    def _compute_local_length(self, seq_length: int) -> int:
         ranks = self._get_parallel_size("context_parallel_size")
         if read_field(self.config, "sequence_parallel", False):
             ranks *= self._get_parallel_size("tensor_model_parallel_size")
@@ -131,22 +116,25 @@ class GraphableMegatronModule(MegatronModule):
                 f"seq_length is {seq_length}. Pass a positive multiple of {ranks}, the number of "
                 "ranks that share a sequence"
             )
-        length: int = seq_length // ranks
-        return length
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}. Pass at least 1")
+        dtype = read_field(self.config, "params_dtype", None) or torch.float32
+        # bf16 and fp16 override params_dtype: Float16Module casts the parameters.
+        for name, half in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            dtype = half if read_field(self.config, name, False) else dtype
+        hidden_states = torch.ones(
+            (seq_length // ranks, micro_batch_size, read_field(self.config, "hidden_size")),
+            dtype=dtype,
+            device=device_of(self.parameters()),
+            requires_grad=True,
+        )
+        return {"hidden_states": hidden_states}
 
     def _get_parallel_size(self, name: str) -> int:
         size = read_field(self.config, name, 1)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} of the configuration is {size!r}. Set a whole number >= 1")
         return size
-
-    def _get_activation_dtype(self) -> torch.dtype:
-        if read_field(self.config, "bf16", False):
-            return torch.bfloat16
-        if read_field(self.config, "fp16", False):
-            return torch.float16
-        dtype: torch.dtype | None = read_field(self.config, "params_dtype", None)
-        return torch.float32 if dtype is None else dtype
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Hook]) -> None:
         """Set the hooks that run before each replay, instead of forward pre-hooks.
@@ -240,6 +228,7 @@ class GraphableMegatronModule(MegatronModule):
         return super().__call__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Graphs hold memory addresses of this process: a copy starts without them.
         state = dict(vars(self))
         had_manager = state.pop("cudagraph_manager", None) is not None
         state.update(cuda_graphs=[], cuda_graph_manual_hooks=[], _had_manager=had_manager)
@@ -253,6 +242,7 @@ class GraphableMegatronModule(MegatronModule):
             self._set_manager(None)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        # The runner may hold a device's graphs, which cannot be copied: share it.
         memo[id(self.graph_runner)] = self.graph_runner
         return super().__deepcopy__(memo)
 

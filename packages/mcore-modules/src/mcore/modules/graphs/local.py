@@ -52,7 +52,14 @@ class _Record:
         It also does while an eager call may be recomputed: the recomputation must save the same
         tensors.
         """
-        self.in_flight = [call for call in self.in_flight if not _is_over(call())]
+        # A call is over if it is gone or its backward has ended. Within the backward of this very
+        # task it may still be recomputed.
+        pending = (None, torch._C._current_graph_task_id())
+        self.in_flight = [
+            reference
+            for reference in self.in_flight
+            if (call := reference()) is not None and call.backward in pending
+        ]
         return not self.graphs and (self.eager_calls < num_calls or bool(self.in_flight))
 
     def watch(self, outputs: Any) -> None:
@@ -75,13 +82,6 @@ class _EagerCall:
 
     def note_backward(self, _: torch.Tensor) -> None:
         self.backward = torch._C._current_graph_task_id()
-
-
-def _is_over(call: _EagerCall | None) -> bool:
-    """Return whether a call cannot be recomputed: it is gone, or its backward has ended."""
-    if call is None:
-        return True
-    return call.backward not in (None, torch._C._current_graph_task_id())
 
 
 class LocalGraphManager:
@@ -156,7 +156,9 @@ class LocalGraphManager:
         call = None if runs_eagerly else _make_local_call(module, args, kwargs)
         if call is None:
             return torch.nn.Module.__call__(module, *args, **kwargs)
-        record = self._record_of(module, call)
+        autocast = autocast_dtype(device_of(call.tensors_and(module)).type)
+        records = self._records.setdefault(module, {})
+        record = records.setdefault((call.key, autocast), _Record())
         if record.warms_up(read_field(self.config, "cuda_graph_warmup_steps", 3)):
             outputs = torch.nn.Module.__call__(module, *args, **kwargs)
             record.watch(outputs)
@@ -186,11 +188,6 @@ class LocalGraphManager:
             for graph in chain.from_iterable(record.graphs for record in records.values()):
                 graph.reset()
         self._records.clear()
-
-    def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
-        autocast = autocast_dtype(device_of(call.tensors_and(module)).type)
-        records = self._records.setdefault(module, {})
-        return records.setdefault((call.key, autocast), _Record())
 
     def _capture(
         self, module: torch.nn.Module, call: LocalCall, slot: int, pool: MemoryPool

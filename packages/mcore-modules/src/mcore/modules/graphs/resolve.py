@@ -53,7 +53,13 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
     impl = read_field(config, "cuda_graph_impl", "none")
     torch_runner = TorchGraphRunner()
     if impl == "transformer_engine" and TEGraphRunner().is_available(device):
-        return _make_te_runner(config)
+        recipe = recipe_of(config)
+        return TEGraphRunner(
+            fp8_enabled=recipe is not None,
+            fp8_recipe=recipe,
+            fp8_weight_caching=recipe is not None,
+            retain_graph_in_backward=read_field(config, "cuda_graph_retain_backward_graph", False),
+        )
     chosen: GraphRunner = torch_runner if torch_runner.is_available(device) else EagerGraphRunner()
     is_below = impl == "transformer_engine" or (impl == "local" and chosen.name == "eager")
     if is_below:
@@ -61,17 +67,7 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
     return chosen
 
 
-def _make_te_runner(config: object) -> TEGraphRunner:
-    recipe = recipe_of(config)
-    return TEGraphRunner(
-        fp8_enabled=recipe is not None,
-        fp8_recipe=recipe,
-        fp8_weight_caching=recipe is not None,
-        retain_graph_in_backward=read_field(config, "cuda_graph_retain_backward_graph", False),
-    )
-
-
-@functools.cache
+@functools.cache  # logged once for each kind of downgrade, not for each layer
 def _log_downgrade(impl: str, chosen: str, device_type: str) -> None:
     logger.warning(
         "cuda_graph_impl is %r, but the %s graph runner is used: no better one is available on %s",
@@ -158,6 +154,7 @@ class _EagerReplay:
 
 
 def _overwrite(tensor: torch.Tensor) -> None:
+    # An inference tensor may be written only in inference mode, other tensors only outside.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.dtype is torch.bool:
             tensor.logical_not_()

@@ -225,33 +225,23 @@ def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) ->
 
     Also after an exception. Buffers are restored in place, since captured graphs hold their memory.
     """
-    buffers = _list_buffers(modules)
-    saved = [buffer.detach().clone() for buffer in buffers]
+    # Modules may share buffers: each is saved once.
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    saved = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     tracker = _TrackerState()
+    if device.type == "cpu":
+        fork = torch.random.fork_rng(devices=[])
+    else:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        fork = torch.random.fork_rng(devices=[index], device_type=device.type)
     try:
-        with _preserve_generators(device):
+        with fork:
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
+            for buffer, value in saved:
                 buffer.copy_(value)
         tracker.restore()
-
-
-def _list_buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    distinct = {id(buffer): buffer for module in modules for buffer in module.buffers()}
-    return list(distinct.values())
-
-
-@contextmanager
-def _preserve_generators(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        with torch.random.fork_rng(devices=[index], device_type=device.type):
-            yield
 
 
 class _TrackerState:

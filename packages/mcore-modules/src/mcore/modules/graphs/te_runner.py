@@ -83,7 +83,9 @@ class TEGraphRunner:
     def is_available(self, device: torch.device) -> bool:
         """Return whether the device is a CUDA device and TransformerEngine is installed."""
         is_cuda = device.type == "cuda" and TorchGraphRunner().is_available(device)
-        return is_cuda and _is_installed("transformer_engine")
+        name = "transformer_engine"
+        # Not imported to find out: only a capture needs it.
+        return is_cuda and (name in sys.modules or importlib.util.find_spec(name) is not None)
 
     def capture(
         self,
@@ -99,7 +101,11 @@ class TEGraphRunner:
             GraphStateError: A layer draws from a random tracker with plain states.
         """
         make = _import_te_function()
-        _register_generators()
+        # TransformerEngine registers these generators in its graphs, to draw new numbers.
+        generators = dict(enumerate(tracker_generators()))
+        if generators:
+            module = importlib.import_module("transformer_engine.pytorch.distributed")
+            module.set_all_rng_states(generators)
         known = inspect.signature(make).parameters
 
         def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
@@ -138,10 +144,6 @@ class TEGraphRunner:
         return {name: value for name, value in wanted.items() if name in known}
 
 
-def _is_installed(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
 def _import_te_function() -> Callable[..., Any]:
     try:
         module = importlib.import_module("transformer_engine.pytorch")
@@ -156,14 +158,6 @@ def _import_te_function() -> Callable[..., Any]:
             "Run pip install --upgrade 'mcore-modules[te]'"
         )
     return function
-
-
-def _register_generators() -> None:
-    """Pass the random tracker's generators to TransformerEngine, whose graphs register them."""
-    generators = dict(enumerate(tracker_generators()))
-    if generators:
-        module = importlib.import_module("transformer_engine.pytorch.distributed")
-        module.set_all_rng_states(generators)
 
 
 def _replay_with(graphed: Callable[..., Any]) -> Callable[[GraphCall], Any]:

@@ -119,11 +119,19 @@ class TorchGraphRunner:
         """
 
         def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
-            location = device_of(chain(*map(_iterate_tensors, slot)))
+            tensors = (
+                (*spec.args, *spec.kwargs.values(), *spec.module.parameters()) for spec in slot
+            )
+            location = device_of(chain.from_iterable(tensors))
             device = self._device or _find_graph_device(location)
             generators = [g for g in tracker_generators() if g.device.type == location.type]
             recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
-            with _disable_autocast_cache(location), refusing_plain_forks():
+            # Casts that autocast has cached would be missing from the captured work.
+            dtype = autocast_dtype(location.type)
+            uncached: AbstractContextManager[Any] = contextlib.nullcontext()
+            if dtype is not None:
+                uncached = torch.autocast(location.type, dtype=dtype, cache_enabled=False)
+            with uncached, refusing_plain_forks():
                 _record(recordings, device, num_warmup_iters, slot)
             for spec, recording in zip(slot, recordings, strict=True):
                 replay = _Replay(recording, clone_param_grads=self.clone_param_grads)
@@ -142,9 +150,11 @@ def _record(
                 recording.run_forward()
                 recording.run_backward(keep=False)
             recording.forget()
-    handles = [_get_pool_handle(spec, device) for spec in slot]
-    separate = device.pool() if None in handles else None
-    pools = [separate if handle is None else handle for handle in handles]
+    for spec in slot:
+        if spec.pool is not None and spec.pool.handle is None:
+            spec.pool.handle = device.pool()
+    separate = device.pool() if any(spec.pool is None for spec in slot) else None
+    pools = [separate if spec.pool is None else spec.pool.handle for spec in slot]
     for recording, pool in zip(recordings, pools, strict=True):
         with device.capturing(recording.forward_graph, pool):
             recording.run_forward()
@@ -154,14 +164,6 @@ def _record(
             with device.capturing(recording.backward_graph, pool):
                 # Graphs that share a pool across captures keep the saved tensors of their forwards.
                 recording.run_backward(keep=recording.shares_pool)
-
-
-def _get_pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
-    if spec.pool is None:
-        return None
-    if spec.pool.handle is None:
-        spec.pool.handle = device.pool()
-    return spec.pool.handle
 
 
 class _Recording:
@@ -319,10 +321,6 @@ def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return sample
 
 
-def _iterate_tensors(spec: GraphSpec) -> Iterator[torch.Tensor]:
-    return chain(spec.args, spec.kwargs.values(), spec.module.parameters())
-
-
 def _find_device_module(device: torch.device) -> Any:
     """Return torch's module of a device that has graphs, if any, without initialising it."""
     module = getattr(torch, device.type, None)
@@ -335,17 +333,6 @@ def _find_graph_device(device: torch.device) -> GraphDevice:
     if module is None:
         raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
     return _TorchDevice(module)
-
-
-@contextlib.contextmanager
-def _disable_autocast_cache(device: torch.device) -> Iterator[None]:
-    """Disable autocast's cache: cached casts would be missing from the captured work."""
-    dtype = autocast_dtype(device.type)
-    if dtype is None:
-        yield
-        return
-    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
-        yield
 
 
 class _Place:

@@ -24,7 +24,9 @@ from mcore.observe.straggler_command.table import as_json, headline
 # Scripts check these. 2 is also the code of argparse for wrong arguments.
 FINE, UNREACHABLE, USAGE, SLOW = 0, 1, 2, 3
 _DEFAULT_ROWS = 10
-_EXIT_CODES = "exit code: 0 fine, 1 a controller does not answer, 2 usage, 3 a rank is slow"
+_EXIT_CODES = (
+    "exit code: 0 fine, 1 a controller does not answer, 2 usage, 3 a rank is slow (only watch)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -110,7 +110,7 @@ def resolve_dense_dims(
     for argument, name in present.items():
         _check_dim(argument, name, "device_mesh", mesh)
     if len(set(present.values())) != len(present):
-        raise ValueError(f"one dimension is given twice: {present}")
+        raise ValueError(f"one dimension is given twice: {present}. Name each dimension once")
     _check_this_rank("device_mesh", mesh)
     return FSDPDims(shard, outer, tp)
 

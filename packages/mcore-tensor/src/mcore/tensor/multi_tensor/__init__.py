@@ -112,7 +112,8 @@ def local_multi_tensor_l2_norm(
     """
     flag = checked_noop_flag(noop_flag)
     tensors = [tensor for tensors in checked_tensor_lists(tensor_lists) for tensor in tensors]
-    device = _choose_device(tensors, flag)
+    first = tensors[0] if tensors else flag
+    device = torch.device("cpu") if first is None else first.device
     lengths = [tensor.numel() for tensor in tensors]
     groups = _group_filled(tensors, lengths)
     check_data([tensors[group[0]] for group in groups], flag)
@@ -123,7 +124,17 @@ def local_multi_tensor_l2_norm(
         _raise_unless(norm.le(_LARGEST_FLOAT32), flag)
     if not per_tensor:
         return norm, torch.empty(0, dtype=torch.float32, device=device)
-    return norm, _restore_order(parts, groups, len(tensors), device)
+    here = [moved(part.to(torch.float32), device) for part in parts]
+    if len(here) == 1 and len(groups[0]) == len(tensors):
+        return norm, here[0]
+    # Groups have another order and omit empty tensors, which have a norm of zero.
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
+    for part, group in zip(here, groups, strict=True):
+        for index, one in zip(group, part.unbind(), strict=True):
+            norms[index] = one
+    if not norms:
+        return norm, torch.zeros(0, dtype=torch.float32, device=device)
+    return norm, torch.stack(norms)
 
 
 @torch.no_grad()
@@ -163,6 +174,7 @@ def local_multi_tensor_scale(
         >>> destinations
         [tensor([0.5000, 1.0000], dtype=torch.bfloat16)]
     """
+    # Every check comes before the first write: a bad argument must not leave half of the result.
     flag = checked_noop_flag(noop_flag)
     factor = _check_scale(scale)
     groups = list(_group_pairs(*_check_pairs(checked_tensor_lists(tensor_lists))))
@@ -245,6 +257,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     lengths = [tensor.numel() for tensor in tensors]
     sums = [_zero(device)]
     for group in _group_filled(tensors, lengths):
+        # In float64: the square of a float32 norm above 1.8e19 overflows float32.
         norms = norms_of_pieces(_pick(tensors, group), _pick(lengths, group))
         square = norms.to(_zero(norms.device).dtype).square().sum(0, keepdim=True)
         sums.append(moved(square, device))
@@ -272,12 +285,6 @@ def _raise_unless(all_finite: Tensor, flag: Tensor) -> None:
     flag.masked_fill_(moved(overflow, flag.device), 1)
 
 
-def _choose_device(tensors: list[Tensor], flag: Tensor | None) -> torch.device:
-    if tensors:
-        return tensors[0].device
-    return torch.device("cpu") if flag is None else flag.device
-
-
 def _join_norms(parts: list[Tensor], device: torch.device) -> Tensor:
     """Return the root of the sum of all squares, float32 [1]. Copies one scalar per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -293,20 +300,6 @@ def _join_norms(parts: list[Tensor], device: torch.device) -> Tensor:
 def _sum(scalars: list[Tensor]) -> Tensor:
     """Return the sum, in float64 if one of the scalars is."""
     return scalars[0] if len(scalars) == 1 else torch.cat(scalars).sum(0, keepdim=True)
-
-
-def _restore_order(
-    parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
-) -> Tensor:
-    """Return norms of groups of tensors, float32, in the tensors' order. Others are zero."""
-    here = [moved(part.to(torch.float32), device) for part in parts]
-    if len(here) == 1 and len(groups[0]) == num_tensors:
-        return here[0]
-    norms = [torch.zeros((), dtype=torch.float32, device=device)] * num_tensors
-    for part, group in zip(here, groups, strict=True):
-        for index, norm in zip(group, part.unbind(), strict=True):
-            norms[index] = norm
-    return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float32, device=device)
 
 
 def _check_scale(scale: float | Tensor) -> float | Tensor:

@@ -16,23 +16,6 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _LAYOUTS = frozenset({torch.strided})
 
 
-def _check_tensor(tensor: object, where: str) -> None:
-    if is_dtensor(tensor):
-        raise TypeError(
-            f"{where} is a DTensor: pass its local shard, to_local_if_dtensor(tensor), and reduce "
-            "the result over the ranks"
-        )
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{where} has layout {tensor.layout}: pass a dense tensor, or its values()")
-    if tensor.dtype not in _DTYPES:
-        raise TypeError(
-            f"{where} has dtype {tensor.dtype}: only float16, bfloat16, float32 and float64 are "
-            "supported"
-        )
-
-
 def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
     """Return the tensor lists as lists after checking that they hold plain float tensors."""
     if isinstance(tensor_lists, Tensor):
@@ -52,13 +35,31 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
 
 def check_tensors(tensors: list[Tensor], name: str) -> None:
     """Raise unless a list holds plain float tensors."""
-    if not (
+    # The usual case first: sets need less time than a test of each tensor.
+    if (
         _PLAIN_TYPES.issuperset(map(type, tensors))
         and _DTYPES.issuperset({tensor.dtype for tensor in tensors})
         and _LAYOUTS.issuperset({tensor.layout for tensor in tensors})
     ):
-        for index, tensor in enumerate(tensors):
-            _check_tensor(tensor, f"{name}[{index}]")
+        return
+    for index, tensor in enumerate(tensors):
+        where = f"{name}[{index}]"
+        if is_dtensor(tensor):
+            raise TypeError(
+                f"{where} is a DTensor: pass its local shard, to_local_if_dtensor(tensor), and "
+                "reduce the result over the ranks"
+            )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"{where} has layout {tensor.layout}: pass a dense tensor, or its values()"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{where} has dtype {tensor.dtype}: only float16, bfloat16, float32 and float64 "
+                "are supported"
+            )
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
@@ -101,17 +102,15 @@ def indices_by_kind(*columns: list[Tensor]) -> list[list[int]]:
     """Return the indices of items, in groups with the same devices and dtypes."""
     if not columns[0]:
         return []
-    if all(_is_uniform(column) for column in columns):
+    # The usual case first, without a tuple for each tensor.
+    if all(
+        len({tensor.dtype for tensor in column}) == 1
+        and len({tensor.device for tensor in column}) == 1
+        for column in columns
+    ):
         return [list(range(len(columns[0])))]
     groups: dict[tuple[tuple[torch.device, torch.dtype], ...], list[int]] = {}
     for index, item in enumerate(zip(*columns, strict=True)):
         kind = tuple((tensor.device, tensor.dtype) for tensor in item)
         groups.setdefault(kind, []).append(index)
     return list(groups.values())
-
-
-def _is_uniform(tensors: list[Tensor]) -> bool:
-    return (
-        len({tensor.dtype for tensor in tensors}) == 1
-        and len({tensor.device for tensor in tensors}) == 1
-    )

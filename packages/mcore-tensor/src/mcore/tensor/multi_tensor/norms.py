@@ -33,7 +33,8 @@ def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     rows = _Rows(tensors[0].dtype, sum(lengths))
     short = [index for index, length in enumerate(lengths) if length < _LONG]
     if len(short) < len(tensors):
-        rests = [rows.add_long(tensors[index]) for index in _find_others(short, len(tensors))]
+        long = [index for index, length in enumerate(lengths) if length >= _LONG]
+        rests = [rows.add_long(tensors[index]) for index in long]
         tensors = [tensors[index] for index in short]
         tensors += [rest for rest in rests if rest is not None]
         lengths = [tensor.numel() for tensor in tensors]
@@ -63,6 +64,7 @@ def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
             short.append((index, rest, length % _STRIDE))
     pieces: list[Tensor] = []
     sizes: list[int] = []
+    # Each short tensor is filled up with zeros to full rows: a row must not have two owners.
     zeros = tensors[0].new_zeros(_ROW)
     fills = {missing: zeros[:missing] for missing in {-length % _ROW for _, _, length in short}}
     for index, tensor, length in short:
@@ -72,26 +74,16 @@ def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
         owners.append(index)
         num_rows.append((length + missing) // _ROW)
     rows.add_packed(pieces, sizes)
-    return _join_rows(rows.norms(), owners, num_rows, len(tensors))
-
-
-def _join_rows(
-    row_norms: Tensor, owners: list[int], num_rows: list[int], num_tensors: int
-) -> Tensor:
-    """Return the norm of each tensor from those of its rows."""
+    row_norms = rows.norms()
     owner_of_row = torch.repeat_interleave(
         torch.tensor(owners, device="cpu"),
         torch.tensor(num_rows, device="cpu"),
         output_size=len(row_norms),
     )
-    squares = torch.zeros(num_tensors, dtype=torch.float64, device="cpu")
+    # A tensor has up to millions of rows: float64 keeps the error that of a single row.
+    squares = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
     squares.index_add_(0, owner_of_row, row_norms.square().double())
     return squares.to(row_norms.dtype).sqrt_()
-
-
-def _find_others(indices: list[int], count: int) -> list[int]:
-    known = set(indices)
-    return [index for index in range(count) if index not in known]
 
 
 def _widen(dtype: torch.dtype) -> torch.dtype:

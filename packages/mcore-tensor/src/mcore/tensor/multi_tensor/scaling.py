@@ -52,14 +52,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _make_factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if isinstance(scale, Tensor):
-        return moved(scale.reshape(()), device).to(dtype)
-    if abs(scale) > torch.finfo(dtype).max:
-        scale = math.copysign(math.inf, scale)  # torch.full refuses a finite number that overflows
-    return torch.full((), scale, dtype=dtype, device=device)
-
-
 class _CheckedMultiply:
     """Multiplies by a factor and records, on the device, whether all input was finite."""
 
@@ -74,7 +66,12 @@ class _CheckedMultiply:
         self.dtype = dtype
         self.is_traced = is_traced
         self.is_identity = not isinstance(scale, Tensor) and scale == 1
-        self._factor = _make_factor(scale, dtype, device)
+        if isinstance(scale, Tensor):
+            self._factor = moved(scale.reshape(()), device).to(dtype)
+        else:
+            if abs(scale) > torch.finfo(dtype).max:  # torch.full refuses a finite number like that
+                scale = math.copysign(math.inf, scale)
+            self._factor = torch.full((), scale, dtype=dtype, device=device)
         self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
         self._extremes: list[Tensor] = []
         self.scratch = Scratch(min(length, _CPU_BLOCK))
@@ -114,6 +111,7 @@ class _CheckedMultiply:
 def _scale_on_cpu(
     sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
 ) -> None:
+    # If the destination has the precision of the product, no memory between is needed.
     keeps_source = destinations[0].dtype in (sources[0].dtype, multiply.dtype)
     scale_batch = _scale_batch if keeps_source else _scale_pack
     sources, destinations = _cut(sources, destinations, _CPU_BLOCK)
@@ -133,7 +131,14 @@ def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply)
         destination.copy_(source)
         multiply.check(source, source)
         return
-    if not multiply.is_traced and _are_one(source, destination):
+    # Two tensors on the same memory: the multiplication in place reads and writes it once. The
+    # address is unknown while a compiler traces.
+    if (
+        not multiply.is_traced
+        and source.data_ptr() == destination.data_ptr()
+        and source.stride() == destination.stride()
+        and source.dtype == destination.dtype
+    ):
         multiply.in_place([destination])
         return
     product = destination
@@ -147,15 +152,6 @@ def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply)
         multiply.in_place([product])
     if product is not destination:
         destination.copy_(product)
-
-
-def _are_one(source: Tensor, destination: Tensor) -> bool:
-    """Return whether two tensors are the same memory."""
-    return (
-        source.data_ptr() == destination.data_ptr()
-        and source.stride() == destination.stride()
-        and source.dtype == destination.dtype
-    )
 
 
 def _scale_pack(

@@ -1,4 +1,4 @@
-"""Metrics on their way to a tracker, kept on the disk: a killed process loses none."""
+"""Metrics on their way to a tracker, on the disk: a killed process loses its last moments only."""
 
 from __future__ import annotations
 

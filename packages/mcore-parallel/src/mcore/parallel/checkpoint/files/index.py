@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -27,7 +28,9 @@ from mcore.parallel.checkpoint.files.manifest import (
     is_inside,
     is_plain_name,
 )
+from mcore.parallel.checkpoint.files.pieces import FileSlice, Scratch, checksum_in
 from mcore.parallel.checkpoint.files.places import Place, RemotePath, read_regular, size_problems
+from mcore.parallel.checkpoint.objects import object_kind
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -256,6 +259,23 @@ def parse_index(directory: Place, raw: bytes) -> Index:
 def file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
     """Yield the name of each file that is missing or has another size, and the problem."""
     return size_problems(directory, index.files, at_least=not index.has_checksums)
+
+
+def piece_problem(
+    stream: Any, key: str, piece: Piece, has_checksums: bool, scratch: Scratch
+) -> str | None:
+    """Compare the content of a piece with its checksum, or with those in its archive."""
+    if has_checksums:
+        found = checksum_in(stream, piece.at, piece.span, scratch)
+        return None if found == piece.checksum else "its checksum differs"
+    if piece.transforms or not object_kind(key).is_archive:
+        return None
+    try:
+        with zipfile.ZipFile(FileSlice(stream, piece.at, piece.length)) as archive:
+            damaged = archive.testzip()
+    except Exception as error:
+        return describe_error(error)
+    return None if damaged is None else f"checksum of {damaged}"
 
 
 def format_keys(keys: Iterable[str]) -> str:

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 import xxhash
 
-from mcore.parallel.checkpoint.errors import describe_error
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
 
@@ -183,12 +182,6 @@ def elements_at(stream: Readable, offset: int, length: int, num_bytes: int) -> i
     return header + int(_LOCAL_HEADER.size) + int(name_bytes) + int(extra_bytes)
 
 
-def load_archive(stream: Readable, offset: int, length: int) -> Any:
-    """Unpickle an archive with torch's restricted unpickler, which runs no code."""
-    content = FileSlice(stream, offset, length).read()
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
 def read_small_pickle(stream: Readable, offset: int, length: int) -> bytes:
     """Return the pickle in an archive. A large one is a ValueError."""
     with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
@@ -196,16 +189,6 @@ def read_small_pickle(stream: Readable, offset: int, length: int) -> bytes:
         if record.file_size > _SMALL_PICKLE_BYTES:
             raise ValueError(f"it has {record.file_size} bytes")
         return archive.read(record)
-
-
-def archive_problem(stream: FileSlice) -> str | None:
-    """Compare the checksums in an archive with its content. None if they match."""
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            damaged = archive.testzip()
-    except Exception as error:
-        return describe_error(error)
-    return None if damaged is None else f"checksum of {damaged}"
 
 
 def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:

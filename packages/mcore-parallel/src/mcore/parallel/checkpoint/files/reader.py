@@ -23,20 +23,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.index import format_keys
+from mcore.parallel.checkpoint.files.index import format_keys, piece_problem
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.pieces import (
     CheckedStream,
     FileSlice,
     Part,
     Scratch,
-    archive_problem,
-    checksum_in,
-    load_archive,
     read_shard,
     read_slice,
 )
 from mcore.parallel.checkpoint.files.places import Place, open_regular, size_problem
+from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.torch_compat import file_part
 
 Verify = Literal["while_reading", "before", False]
@@ -150,15 +148,10 @@ class CheckedReader:
             self._check(stream, wanted)
 
     def _check(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
-        piece = wanted.piece
         with self._name_problems(wanted):
-            if self._index.has_checksums:
-                found = checksum_in(stream, piece.at, piece.span, self._scratch)
-                problem = None if found == piece.checksum else "its checksum differs"
-            elif piece.transforms:
-                problem = None
-            else:
-                problem = archive_problem(FileSlice(stream, piece.at, piece.length))
+            problem = piece_problem(
+                stream, wanted.key, wanted.piece, self._index.has_checksums, self._scratch
+            )
         if problem is not None:
             raise self._report_change(wanted, problem)
 
@@ -216,7 +209,8 @@ class CheckedReader:
     def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         """Read an archive that torch's writer made, which may contain more than the elements."""
         with self._name_problems(wanted, (Exception,)):
-            whole = load_archive(stream, wanted.piece.at, wanted.piece.length)
+            content = FileSlice(stream, wanted.piece.at, wanted.piece.length).read()
+            whole = ShardedObject.decode(io.BytesIO(content))
             for item in wanted.items:
                 source = whole
                 for dim, start in enumerate(item.storage_offsets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import reprlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +20,11 @@ from mcore.parallel.checkpoint.files.pieces import (
     FileSlice,
     Scratch,
     elements_at,
-    load_archive,
     read_slice,
     read_small_pickle,
 )
 from mcore.parallel.checkpoint.files.places import PathLike, Place, open_regular, place_of
+from mcore.parallel.checkpoint.objects import object_kind
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -98,14 +99,16 @@ class Contents:
         )
 
     def value(self, name: str) -> Any:
-        """Read an object with torch's restricted unpickler, which runs no code."""
+        """Read an object. No code runs."""
         [piece] = self.index.keys[name].pieces
-        return self._load_archive(name, piece)
+        return self._decode_piece(name, piece)
 
     def preview(self, name: str) -> str:
-        """Return a small, plain object as text, without unpickling it, else an empty text."""
+        """Return a small, plain object as text, without torch's unpickler, else an empty text."""
         try:
             [piece] = self.index.keys[name].pieces
+            if not object_kind(name).is_archive:
+                return short_repr(self.value(name))
             content = read_small_pickle(self._open(piece), piece.at, piece.length)
             text = short_repr(plain_value(content))
         except Exception:  # damaged or hostile content can raise anything
@@ -151,7 +154,7 @@ class Contents:
         stream, at = self._open(piece), self._find_elements(piece, dtype)
         try:
             if at is None:
-                whole = self._load_archive(name, piece)
+                whole = self._decode_piece(name, piece)
                 for dim, first in enumerate(inside):
                     whole = whole.narrow(dim, first, target.shape[dim])
                 target.copy_(whole)
@@ -176,14 +179,15 @@ class Contents:
         except Exception:  # a damaged archive can raise anything
             return None
 
-    def _load_archive(self, name: str, piece: Piece) -> Any:
+    def _decode_piece(self, name: str, piece: Piece) -> Any:
         if piece.transforms:
             raise CheckpointingException(
                 f"{self.directory}: key {name!r} was stored through {', '.join(piece.transforms)}. "
                 "Load it by torch.distributed.checkpoint"
             )
         try:
-            return load_archive(self._open(piece), piece.at, piece.length)
+            content = FileSlice(self._open(piece), piece.at, piece.length).read()
+            return object_kind(name).decode(io.BytesIO(content))
         except CheckpointingException:
             raise
         except Exception as error:
@@ -214,6 +218,8 @@ def num_bytes_of(stored: StoredKey) -> int:
     return prod(stored.shape) * stored.dtype.itemsize
 
 
-def dtype_text(stored: StoredKey) -> str:
-    """Return the name of a tensor's dtype, or ``object``."""
-    return "object" if stored.dtype is None else str(stored.dtype).removeprefix("torch.")
+def dtype_text(name: str, stored: StoredKey) -> str:
+    """Return the name of a tensor's dtype, or of an object's kind."""
+    if stored.dtype is None:
+        return object_kind(name).kind
+    return str(stored.dtype).removeprefix("torch.")

@@ -85,7 +85,7 @@ def _choose_keys(contents: Contents, other: Contents, patterns: Sequence[str]) -
 def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
     """Describe the change of a key, or return None."""
     before, after = old.index.keys[name], new.index.keys[name]
-    kinds = {"before": _describe_kind(before), "after": _describe_kind(after)}
+    kinds = {"before": _describe_kind(name, before), "after": _describe_kind(name, after)}
     if before.dtype is None and after.dtype is None:
         if all(one == two for one, two in zip_longest(old.raw(name), new.raw(name))):
             return None
@@ -105,8 +105,8 @@ def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | No
     return {"key": name, **kinds, **counts, "largest_difference": found.largest}
 
 
-def _describe_kind(stored: StoredKey) -> dict[str, Any]:
-    return {"dtype": dtype_text(stored), "shape": list(stored.shape)}
+def _describe_kind(name: str, stored: StoredKey) -> dict[str, Any]:
+    return {"dtype": dtype_text(name, stored), "shape": list(stored.shape)}
 
 
 def boxes(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:

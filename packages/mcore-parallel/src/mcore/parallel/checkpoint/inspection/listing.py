@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.index import file_problems, read_index
-from mcore.parallel.checkpoint.files.manifest import Index, StoredKey
+from mcore.parallel.checkpoint.files.manifest import DTYPES, Index, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
 from mcore.parallel.checkpoint.files.save_place import is_incomplete_name
 from mcore.parallel.checkpoint.inspection.contents import (
@@ -44,7 +44,7 @@ def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
         [
             key["key"],
             key["dtype"],
-            "" if key["dtype"] == "object" else key["shape"],
+            key["shape"] if key["dtype"] in DTYPES else "",
             size_text(key["bytes"]),
             key["pieces"],
             format_writers(key["files"]),
@@ -79,7 +79,7 @@ def _find_problem(path: Place, index: Index) -> str | None:
 def _describe_key(name: str, stored: StoredKey) -> dict[str, Any]:
     return {
         "key": name,
-        "dtype": dtype_text(stored),
+        "dtype": dtype_text(name, stored),
         "shape": list(stored.shape),
         "bytes": num_bytes_of(stored),
         "pieces": len(stored.pieces),
@@ -112,9 +112,9 @@ def _summarize(directory: Place, index: Index) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     keys_in: Counter[str] = Counter()
-    for stored in index.keys.values():
-        numbers[dtype_text(stored)] += 1
-        dtypes[dtype_text(stored)] += num_bytes_of(stored)
+    for name, stored in index.keys.items():
+        numbers[dtype_text(name, stored)] += 1
+        dtypes[dtype_text(name, stored)] += num_bytes_of(stored)
         keys_in.update({piece.file for piece in stored.pieces})
     return {
         "path": str(directory),
@@ -174,7 +174,7 @@ def _describe_pieces(name: str, contents: Contents) -> dict[str, Any]:
 
 
 def _format_pieces(key: dict[str, Any]) -> Iterator[str]:
-    shape = "" if key["dtype"] == "object" else f" {key['shape']}"
+    shape = f" {key['shape']}" if key["dtype"] in DTYPES else ""
     value = f" = {escaped(key['value'])}" if "value" in key else ""
     yield f"{escaped(key['key'])}: {key['dtype']}{shape}, {size_text(key['bytes'])}{value}"
     titles = ["file", "at", "bytes", "start", "shape", "checksum"]

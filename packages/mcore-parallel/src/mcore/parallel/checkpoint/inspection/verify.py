@@ -15,9 +15,9 @@ from concurrent.futures import (
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.index import file_problems, read_index
+from mcore.parallel.checkpoint.files.index import file_problems, piece_problem, read_index
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Index, Piece
-from mcore.parallel.checkpoint.files.pieces import FileSlice, Scratch, archive_problem, checksum_in
+from mcore.parallel.checkpoint.files.pieces import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,
@@ -155,7 +155,10 @@ def _check_batch(batch: _Batch) -> list[Damage]:
     try:
         with open_regular(batch.path) as stream:
             for key, piece in batch.pieces:
-                problem = _check_piece(stream, batch.has_checksums, piece, scratch)
+                try:
+                    problem = piece_problem(stream, key, piece, batch.has_checksums, scratch)
+                except EOFError as error:
+                    problem = str(error)
                 if problem is not None:
                     damaged.append(Damage(key, piece.file, problem))
     except (CheckpointingException, OSError) as error:
@@ -164,14 +167,3 @@ def _check_batch(batch: _Batch) -> list[Damage]:
         keys = dict.fromkeys(key for key, _ in batch.pieces)
         return [Damage(key, batch.path.name, describe_error(error)) for key in keys]
     return damaged
-
-
-def _check_piece(stream: Any, has_checksums: bool, piece: Piece, scratch: Scratch) -> str | None:
-    if not has_checksums:
-        is_archive = not piece.transforms
-        return archive_problem(FileSlice(stream, piece.at, piece.length)) if is_archive else None
-    try:
-        found = checksum_in(stream, piece.at, piece.span, scratch)
-    except EOFError as error:
-        return str(error)
-    return None if found == piece.checksum else "its checksum differs"

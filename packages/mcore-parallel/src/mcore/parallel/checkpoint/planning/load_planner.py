@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import (
     Entries,
@@ -92,6 +93,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.has_listed_objects = False  # Megatron-LM wraps each object in a list
         self._state_dict: Mapping[str, Any] | None = None
         self._entries = Entries([], [], {}, [])
+        self._kinds: dict[str, type[ShardedObject]] = {}
         self.wanted: frozenset[str] = frozenset()
         self._metadata = Metadata({})
         self._start_over()
@@ -108,8 +110,8 @@ class ShardedLoadPlanner(LoadPlanner):
         """Accept the state dict to fill, and return its keys. No communication."""
         self._state_dict, self._entries = state_dict, flatten_state_dict(state_dict)
         tensors = {shard.key for _, shard in self._entries.tensors}
-        objects = {obj.unique_key for _, obj in self._entries.objects}
-        self.wanted = frozenset(tensors | objects | self._entries.common.keys())
+        self._kinds = {obj.unique_key: type(obj) for _, obj in self._entries.objects}
+        self.wanted = frozenset(tensors | self._kinds.keys() | self._entries.common.keys())
         return self.wanted
 
     def set_up_planner(
@@ -134,7 +136,8 @@ class ShardedLoadPlanner(LoadPlanner):
                 lacks elements. The text lists at most 20 problems.
         """
         self._start_over()
-        items = self._plan_objects() + self._plan_common() + self._plan_tensors()
+        items = [item for name in self._kinds for item in self._plan_bytes(name, "an object")]
+        items += self._plan_common() + self._plan_tensors()
         if self._problems:
             raise CheckpointingException(
                 titled_list("the checkpoint does not fit the state dict", self._problems)
@@ -158,14 +161,15 @@ class ShardedLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Unpickle an object or common value.
+        """Decode an object or unpickle a common value.
 
         Raises:
-            CheckpointingException: It cannot be unpickled.
+            CheckpointingException: It cannot be decoded.
         """
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+            kind = self._kinds.get(name, ShardedObject)
+            found = kind.decode(value, weights_only=self._weights_only)
         except Exception as error:
             hint = ". Pass weights_only=False if you trust the file" if self._weights_only else ""
             raise CheckpointingException(
@@ -205,10 +209,6 @@ class ShardedLoadPlanner(LoadPlanner):
             if path not in values:
                 values[path] = self._values.get(name, local)
         return rebuild_state_dict(self._state_dict or {}, values)
-
-    def _plan_objects(self) -> list[ReadItem]:
-        names = dict.fromkeys(obj.unique_key for _, obj in self._entries.objects)
-        return [item for name in names for item in self._plan_bytes(name, "an object")]
 
     def _plan_common(self) -> list[ReadItem]:
         items: list[ReadItem] = []

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.planner import (
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.planning.staging import (
     StagedValue,
     data_problem,
     digest_of,
-    serialize,
     written_shards,
 )
 from mcore.parallel.checkpoint.planning.validation import (
@@ -151,13 +151,16 @@ class ShardedSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the tensor, or the pickled object, of a write item."""
+        """Return the tensor, or the encoded object, of a write item."""
         if write_item.type != WriteItemType.BYTE_IO:
             tensor = self._tensors[write_item.index].resolve_conj().resolve_neg().contiguous()
             return tensor.as_subclass(torch.Tensor)
-        name = write_item.index.fqn
-        value = self._values[name]
-        return io.BytesIO(serialize(name, value, weights_only=self._weights_only))
+        value = self._values[write_item.index.fqn]
+        if isinstance(value, StagedValue) and isinstance(value.content, bytes):
+            return io.BytesIO(value.content)
+        if isinstance(value, ShardedObject):
+            return io.BytesIO(value.encode(weights_only=self._weights_only))
+        return io.BytesIO(serialize(write_item.index.fqn, value, weights_only=self._weights_only))
 
     def _plan_tensors(self) -> list[WriteItem]:
         items = []
@@ -173,7 +176,8 @@ class ShardedSavePlanner(SavePlanner):
         items = []
         for _, obj in self._entries.objects:
             if is_main_replica(obj.replica_id):
-                self._values[obj.unique_key] = obj.data
+                is_staged = isinstance(obj.data, StagedValue)
+                self._values[obj.unique_key] = obj.data if is_staged else obj
                 items.append(WriteItem(MetadataIndex(obj.unique_key), WriteItemType.BYTE_IO))
         return items
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list
@@ -26,62 +25,7 @@ class StagedValue:
     """A copy of a common value or object."""
 
     digest: bytes
-    content: (
-        bytes | torch.Tensor | None
-    )  # pickled, or a tensor; None if this rank does not write it
-
-
-def serialize(name: str, value: Any, *, weights_only: bool = True) -> bytes:
-    """Pickle a value, staged or not, in the format of torch.save.
-
-    With ``weights_only``, raise for a value that can be loaded only by running code.
-    """
-    if isinstance(value, StagedValue) and isinstance(value.content, bytes):
-        return value.content
-    stream = io.BytesIO()
-    try:
-        torch.save(value, stream)
-    except Exception as error:
-        raise CheckpointingException(
-            f"{name!r} of type {type(value).__name__} cannot be pickled "
-            f"({type(error).__name__}: {error}). Save plain values, or wrap it in "
-            "LocalNonpersistentObject"
-        ) from error
-    if weights_only and not _is_plain(value):
-        stream.seek(0)
-        try:
-            # The meta device skips the bytes of tensors.
-            torch.load(stream, map_location="meta", weights_only=True)
-        except Exception as error:
-            kind = next(_find_odd_types(value), type(value))
-            raise CheckpointingException(
-                f"{name!r} holds a {kind.__module__}.{kind.__qualname__}, which a load would "
-                "refuse, since unpickling it runs code. Save plain values and tensors (an array as "
-                "torch.from_numpy(array), a NumPy scalar as value.item(), a path as str(path), "
-                "...), or pass weights_only=False to both the save and the load"
-            ) from error
-    return stream.getvalue()
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
-
-
-def _find_odd_types(value: Any) -> Iterator[type]:
-    """Yield the types inside a value that are neither plain nor containers."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _find_odd_types(key)
-            yield from _find_odd_types(item)
-    elif type(value) in (list, tuple, set):
-        for item in value:
-            yield from _find_odd_types(item)
-    elif not _is_plain(value) and type(value) is not torch.Tensor:
-        yield type(value)
+    content: bytes | torch.Tensor | None  # None if this rank does not write it
 
 
 def written_shards(entries: Entries) -> list[ShardedTensor]:
@@ -133,10 +77,7 @@ def stage_entries(entries: Entries, *, is_first: bool, weights_only: bool) -> En
     return replace(
         entries,
         tensors=[(path, _stage_shard(shard)) for path, shard in entries.tensors],
-        objects=[
-            (path, replace(obj, data=_stage_object(obj, weights_only)))
-            for path, obj in entries.objects
-        ],
+        objects=[(path, _stage_object(obj, weights_only)) for path, obj in entries.objects],
         common={
             name: (path, _stage_common(name, value, name in written, weights_only))
             for name, (path, value) in entries.common.items()
@@ -151,10 +92,10 @@ def _stage_shard(shard: ShardedTensor) -> ShardedTensor:
     return replace(shard, data=to_local_if_dtensor(shard.data).detach().to("cpu", copy=True))
 
 
-def _stage_object(obj: ShardedObject, weights_only: bool) -> StagedValue | None:
+def _stage_object(obj: ShardedObject, weights_only: bool) -> ShardedObject:
     if not is_main_replica(obj.replica_id):
-        return None
-    return StagedValue(b"", serialize(obj.unique_key, obj.data, weights_only=weights_only))
+        return obj.without_data()
+    return replace(obj, data=StagedValue(b"", obj.encode(weights_only=weights_only)))
 
 
 def _stage_common(name: str, value: Any, is_written: bool, weights_only: bool) -> StagedValue:

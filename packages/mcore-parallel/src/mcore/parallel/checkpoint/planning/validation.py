@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import is_inside
-from mcore.parallel.checkpoint.sharded import Shape, is_main_replica
+from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.shortened import ranks_text, titled_list
@@ -27,7 +28,7 @@ class ShardRecord(NamedTuple):
     """One entry of a rank's state dict.
 
     Attributes:
-        kind: ``"tensor"``, ``"object"`` or ``"common"``.
+        kind: ``"tensor"``, ``"common"``, or the kind of the object, such as ``"object"``.
         key: Name. For ``"common"`` the dotted path.
         is_written: Whether this rank writes it.
         dtype: Name of the dtype, empty for objects.
@@ -160,28 +161,19 @@ def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
     """List the entries that a rank writes and, once per key, its unwritten replicas."""
     unwritten: dict[ShardRecord, None] = {}
     written: list[ShardRecord] = []
-    for _, shard in entries.tensors:
-        record = ShardRecord(
-            "tensor",
-            shard.key,
-            False,
-            str(shard.dtype).removeprefix("torch."),
-            shard.global_shape,
-            prepend_axis_num=shard.prepend_axis_num,
-        )
-        if is_main_replica(shard.replica_id):
-            offset, shape = shard.global_offset, shard.shard_shape
-            written.append(
-                record._replace(is_written=True, global_offset=offset, shard_shape=shape)
-            )
+    shards: list[ShardedTensor | ShardedObject] = [one for _, one in entries.tensors]
+    for one in shards + [one for _, one in entries.objects]:
+        if isinstance(one, ShardedTensor):
+            kind, dtype = "tensor", str(one.dtype).removeprefix("torch.")
+            shape, prepended = one.shard_shape, one.prepend_axis_num
         else:
-            unwritten[record] = None
-    for _, obj in entries.objects:
-        record = ShardRecord("object", obj.key, False, global_shape=obj.global_shape)
-        if is_main_replica(obj.replica_id):
-            written.append(record._replace(is_written=True, global_offset=obj.global_offset))
+            kind, dtype, shape, prepended = one.kind, "", (), 0
+        place = (dtype, one.global_shape, one.global_offset, shape, prepended)
+        record = ShardRecord(kind, one.key, True, *place)
+        if is_main_replica(one.replica_id):
+            written.append(record)
         else:
-            unwritten[record] = None
+            unwritten[record._replace(is_written=False, global_offset=(), shard_shape=())] = None
     common = entries.written_common(is_first=is_first)
     written += [ShardRecord("common", name, True) for name in common]
     return written + list(unwritten)
