@@ -10,8 +10,8 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import Pool
 from pathlib import Path
 
 from .files import Result, python_files, read, written
@@ -44,7 +44,7 @@ def _read_files(files: Sequence[Path]) -> list[Result]:
         return [result for result in map(look, files) if result]
     # Ctrl-C ends this process, which ends the others.
     ignore = (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(initializer=signal.signal, initargs=ignore) as pool:
+    with Pool(initializer=signal.signal, initargs=ignore) as pool:
         return [result for result in pool.map(look, files, chunksize=4) if result]
 
 

@@ -102,7 +102,10 @@ def diagnose(ranks: list[Rank], started_at: float, stopped_at: float) -> list[Ra
 def _describe_death(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code} before a result"
-    return f"killed by {signal.Signals(-exit_code).name}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
 
 
 def make_failure(

@@ -26,8 +26,8 @@ _JOIN_S = 5.0
 class Rank:
     """One rank, seen from the test process. It runs once this object exists.
 
-    ``outcome`` stays None for a rank that died or hung,
-    ``exit_code`` belongs to a rank that died, and ``ended_at`` is of ``time.monotonic()``.
+    ``outcome`` stays None for a rank that died or hung, ``exit_code`` belongs to a rank that died,
+    and ``ended_at`` is of ``time.monotonic()``.
     """
 
     def __init__(self, context: ForkServerContext | SpawnContext, request: Request) -> None:
