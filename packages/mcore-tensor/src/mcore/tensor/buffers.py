@@ -291,7 +291,8 @@ class GlobalMemoryBuffer:
                 "before freeze(), or call unfreeze()"
             )
         context = contextlib.nullcontext() if mem_alloc_context is None else mem_alloc_context()
-        if not hasattr(context, "__enter__"):
+        # torch.compile cannot trace hasattr of its null context, so that is not checked.
+        if mem_alloc_context is not None and not hasattr(context, "__enter__"):
             raise TypeError(
                 f"mem_alloc_context must return a context manager, got {type(context).__name__}"
             )
