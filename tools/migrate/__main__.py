@@ -10,8 +10,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import Pool
 from pathlib import Path
 
 from .files import Result, python_files, read, written
@@ -19,6 +20,8 @@ from .table import read_table
 
 # With at least this many files, several processes read them.
 _MANY = 32
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,9 +31,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [str(path) for path in options.paths if not os.path.lexists(path)]
     if missing:
         parser.error(f"there is no {', '.join(missing)}")
-    results = _read_files([*python_files(options.paths)])
-    if not (options.check or options.diff):
-        results = [*map(written, results)]
+    try:
+        code = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # else Python would flush the rest at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:  # while printing
+        return _INTERRUPTED
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    results: list[Result] = []
+    try:
+        found = _read_files([*python_files(options.paths)])
+        if options.check or options.diff:
+            results = found
+        else:
+            for result in found:
+                with _hold_interrupts():  # else its notes could be lost
+                    results.append(written(result))
+    except KeyboardInterrupt:
+        if results:
+            _print(results, options)
+        count = sum(result.differs for result in results)
+        print(
+            f"interrupted after {count} rewritten files; the others are as before", file=sys.stderr
+        )
+        return _INTERRUPTED
     _print(results, options)
     if any(result.error for result in results):
         return 2
@@ -42,10 +71,23 @@ def _read_files(files: Sequence[Path]) -> list[Result]:
     look = partial(read, table=read_table())
     if len(files) < _MANY:
         return [result for result in map(look, files) if result]
-    # Ctrl-C ends this process, which ends the others.
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    with Pool(initializer=signal.signal, initargs=ignore) as pool:
-        return [result for result in pool.map(look, files, chunksize=4) if result]
+    with ProcessPoolExecutor() as pool:
+        try:
+            with _hold_interrupts():  # forever in the processes that start here
+                found = pool.map(look, files, chunksize=4)
+            return [result for result in found if result]
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _hold_interrupts() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _print(results: Sequence[Result], options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from migrate.__main__ import main
 from migrate.differences import _GROUPS, POSITIONAL
-from migrate.files import read, written
+from migrate.files import Result, read, written
 from migrate.rewrite import rewrite
 from migrate.table import Table, read_table
 from monorepo.isolation.venv import build
@@ -434,3 +435,35 @@ def test_the_wheel_has_the_page_and_runs_by_itself(tmp_path: Path, tree: Path) -
     assert "pip install mcore-parallel mcore-tensor" in done.stdout
     assert not (tmp_path / "site" / "mcore_migrate" / "tests").exists()
     assert Table((tmp_path / "site/mcore_migrate/migration.md").read_text()).homes == TABLE.homes
+
+
+def test_an_interrupt_tells_of_what_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("first.py", "second.py", "third.py")
+    for name in names:
+        (tmp_path / name).write_text("from megatron.core.utils import get_pg_size as n\nn()\n")
+
+    def written_then_interrupted(result: Result) -> Result:
+        done = written(result)
+        if result.path.name == names[1]:
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr("migrate.__main__.written", written_then_interrupted)
+    assert main([str(tmp_path)]) == 130
+    done, error = capsys.readouterr()
+    assert [name for name in names if f"{name}:2: get_pg_size: no group" in done] == [*names[:2]]
+    assert "2 files rewritten" in done
+    assert error.startswith("interrupted after 2 rewritten files")
+    assert "megatron" in (tmp_path / names[2]).read_text()
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("from megatron.core.utils import divide\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "migrate", "--check", str(tmp_path)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

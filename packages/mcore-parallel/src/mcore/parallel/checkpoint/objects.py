@@ -27,8 +27,8 @@ _UNIQUE_KEY = re.compile(
 class ShardedObject(ShardedBase):
     """A rank's shard of a global array of picklable objects, one object each.
 
-    A subclass can store its objects in another form: it has another :attr:`kind` and :attr:`mark`,
-    overrides :meth:`encode` and :meth:`decode`, and sets :attr:`is_archive` to False. Everything
+    A subclass can store its objects in another form: it has another ``kind`` and ``mark``,
+    overrides :meth:`encode` and :meth:`decode`, and sets ``is_archive`` to False. Everything
     else, from validation to the command line, works for it too.
 
     Attributes:
