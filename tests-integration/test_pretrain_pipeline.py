@@ -97,10 +97,14 @@ def assert_equal_runs(settings: Settings, run: Path, expected: Path, *, rel: flo
         # kernels of bf16 depend on the shape, 2 in 100 differ.
         both = [torch.cat([each.flatten() for each in of.values()]) for of in (weights, other)]
         assert float((both[0] != both[1]).float().mean()) < 0.05
-    within = 2**-8 if settings.bf16 else 20 * rel
     for key, values in weights.items():
-        scale = float(other[key].abs().max())
-        torch.testing.assert_close(values, other[key], rtol=rel, atol=within * scale)
+        wanted_values = other[key].float()
+        if settings.bf16:
+            # A weight whose gradient is near 0 moves by the sign of a rounding error: compare all.
+            assert (values.float() - wanted_values).norm() < 0.02 * wanted_values.norm(), key
+        else:
+            scale = float(wanted_values.abs().max())
+            torch.testing.assert_close(values, other[key], rtol=rel, atol=20 * rel * scale)
 
 
 def test_every_layout_of_four_ranks_equals_one_process(alone: Path, tmp_path: Path) -> None:
