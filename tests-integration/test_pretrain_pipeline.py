@@ -93,8 +93,8 @@ def assert_equal_runs(settings: Settings, run: Path, expected: Path, *, rel: flo
     assert weights.keys() == other.keys()
     if settings.bf16:
         # Stages add up the norm that clips in another order: it differs in the eighth digit,
-        # which rounds a weight here and there to the neighbour of the one process's. Where the CPU's
-        # kernels of bf16 depend on the shape, 2 in 100 differ.
+        # which rounds a weight here and there to the neighbour of the one process's. Where the
+        # kernels of bf16 depend on the shape, 2 weights in 100 differ.
         both = [torch.cat([each.flatten() for each in of.values()]) for of in (weights, other)]
         assert float((both[0] != both[1]).float().mean()) < 0.05
     for key, values in weights.items():
