@@ -100,7 +100,7 @@ def test_the_device_is_found_by_its_uuid(monkeypatch):
         lambda index: SimpleNamespace(uuid=f"uuid-of-{index}", name=names[index]),
     )
     monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
-    with pytest.raises(RuntimeError, match="MIG 1g[.]10gb is a part of a GPU"):
+    with pytest.raises(RuntimeError, match=r"MIG 1g\.10gb is a part of a GPU"):
         open_device_handle(4)
     assert open_device_handle() == (pynvml, ("handle", "GPU-uuid-of-3"))
     monitor = EnergyMonitor()

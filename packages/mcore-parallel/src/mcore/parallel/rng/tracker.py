@@ -282,8 +282,8 @@ class CudaRNGStatesTracker:
         """Return a reusable block in which all random numbers continue from this call.
 
         Inside it the streams, the open forks and the device's default numbers are as at this call.
-        After it they are as before the block. Graphs that are replayed inside it draw the same
-        numbers again.
+        After it they are as before the block. Graphs that are replayed inside it repeat their
+        numbers.
 
         Raises:
             RuntimeError: Streams that CUDA graphs can capture are used while a graph is captured.
