@@ -213,7 +213,7 @@ def _watch_source(source: torch.Tensor, key: Key, number: int) -> None:
         if ctypes.string_at(source.data_ptr(), high - low) != content:
             raise RaceError(f"pinned memory was changed before its copy to the device, at {line}")
 
-    clocks.when_host_waits(key, number, compare)
+    clocks.when_host_waits(key, number, compare, or_at_end=True)
 
 
 def _to_copy(
