@@ -305,7 +305,9 @@ class ProcessGroups(_Owner):
                 )
             collection = kind.ProcessGroupCollection.use_mpu_process_groups()
         absent = object()
-        found = {name: getattr(collection, name, absent) for name in _MEGATRON_NAMES}
+        found: dict[str, Any] = {
+            name: getattr(collection, name, absent) for name in _MEGATRON_NAMES
+        }
         if all(value is absent for value in found.values()):
             raise TypeError(
                 f"expected a ProcessGroupCollection of megatron-core, got {type(collection)}"
