@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     sending = _add_command(commands, "replay", "send undelivered metrics to trackers", _replay)
     sending.add_argument("run", help="folder of the run")
-    sending.add_argument("--mlflow-uri", help="MLflow server, if its address contains a password")
+    sending.add_argument("--mlflow-uri", help="MLflow server (MLFLOW_TRACKING_URI)")
+    sending.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="send metrics and credentials to the address in the folder",
+    )
     options = parser.parse_args(arguments)
     try:
         for line in options.call(options):
@@ -84,8 +89,12 @@ def _draw(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _replay(options: argparse.Namespace) -> Iterator[str]:
-    lines = list(replay(options.run, mlflow_uri=options.mlflow_uri))
-    yield from lines or [f"nothing is left to send in {options.run}"]
+    is_empty = True
+    for line in replay(options.run, mlflow_uri=options.mlflow_uri, trust_run=options.trust_run):
+        is_empty = False
+        yield line
+    if is_empty:
+        yield f"nothing is left to send in {options.run}"
 
 
 if __name__ == "__main__":

@@ -123,7 +123,8 @@ def _is_secret_name(name: str, value: object) -> bool:
 def _flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     fields = _list_fields(value) if depth < _DEEPEST else {}
     if not fields:
-        yield prefix, value
+        if prefix:  # else an empty configuration
+            yield prefix, value
         return
     for name, inner in fields.items():
         yield from _flatten(f"{prefix}.{name}" if prefix else str(name), inner, depth + 1)
