@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
 from mcore.observe.sinks.delivery.replay import replay
+from mcore.observe.terminal import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for line in options.call(options):
-            print(line, flush=True)  # noqa: T201
+            print(plain(line), flush=True)  # noqa: T201
     except BrokenPipeError:  # of head, or a closed pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         text = error.args[0] if isinstance(error, KeyError) else error  # str() of it adds quotes
-        print(f"{parser.prog}: error: {text}", file=sys.stderr)  # noqa: T201
+        print(f"{parser.prog}: error: {plain(str(text))}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

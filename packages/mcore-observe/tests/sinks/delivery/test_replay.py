@@ -75,7 +75,7 @@ def has_secret(server):
 @pytest.mark.slow  # it imports MLflow
 @pytest.mark.needs("mlflow")
 def test_an_address_of_the_folder_gets_metrics_but_no_credentials(tmp_path, stranger, home, capsys):
-    uri = "http://127.0.0.1:{}".format(stranger.server_address[1])
+    uri = f"http://127.0.0.1:{stranger.server_address[1]}"
     make_run(tmp_path / "run", uri)
     assert main(["replay", str(tmp_path / "run")]) == 1
     assert stranger.received
@@ -92,7 +92,7 @@ def test_an_address_of_the_folder_gets_metrics_but_no_credentials(tmp_path, stra
 @pytest.mark.slow
 @pytest.mark.needs("mlflow")
 def test_the_environment_decides_before_the_folder(tmp_path, stranger, home, monkeypatch, capsys):
-    uri = "http://127.0.0.1:{}".format(stranger.server_address[1])
+    uri = f"http://127.0.0.1:{stranger.server_address[1]}"
     make_run(tmp_path / "run", uri)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mine.db")
     assert main(["replay", str(tmp_path / "run")]) == 0
