@@ -101,7 +101,8 @@ def save_training_state(
         CheckpointingException: On every rank, and ``path`` is not changed: as for
             :func:`save_sharded_state_dict`, or two chunks have one name, a tensor of the optimizer
             is no parameter of the model or hooks leave it out of the state dict, replicas or plain
-            values in the state of the optimizer differ, or the model is under FullyShardedDataParallel, whose parameters have no names.
+            values in the state of the optimizer differ, or the model is under
+            FullyShardedDataParallel, whose parameters have no names.
 
     Example:
         >>> import tempfile, torch
