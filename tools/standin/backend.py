@@ -132,6 +132,7 @@ def register() -> None:
     _device_constructors()  # torch keeps the list of its first call, which must not be of patches
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
     guard.extend_guard()
+    guard.install_allocator()
     make_default_generators()
     _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 
