@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from mcore.parallel.shortened import ranks_text, shorten
 
@@ -35,6 +36,15 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, CheckpointingException):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def name_place(action: str, path: object) -> Iterator[None]:
+    """Add the path of the checkpoint to an error, whose type is the same on all ranks."""
+    try:
+        yield
+    except CheckpointingException as error:
+        raise type(error)(f"cannot {action} {path}: {error}") from error
 
 
 def merge_reports(reports: Mapping[int, str]) -> str:

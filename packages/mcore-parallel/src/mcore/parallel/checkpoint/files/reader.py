@@ -45,6 +45,7 @@ _DEVICE_SCRATCH_BYTES = 1 << 25  # few large copies to an accelerator are fastes
 def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
     """Describe some keys as torch.distributed.checkpoint does, without their locations."""
     described: dict[str, Any] = {}
+    properties: dict[Any, TensorProperties] = {}  # shared, which keeps the index small
     for name, stored in keys.items():
         if stored.dtype is None:
             described[name] = BytesStorageMetadata()
@@ -53,8 +54,9 @@ def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
             ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
             for piece in stored.pieces
         ]
-        properties = TensorProperties(dtype=stored.dtype)
-        described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        dtype = stored.dtype
+        shared = properties.setdefault(dtype, TensorProperties(dtype=dtype))
+        described[name] = TensorStorageMetadata(shared, torch.Size(stored.shape), chunks)
     return Metadata(described)
 
 

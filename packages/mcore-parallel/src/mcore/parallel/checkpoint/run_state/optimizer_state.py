@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.run_state.model_state import ModelState
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
-from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import titled_list
 
 GROUPS = "param_groups"
@@ -56,8 +54,8 @@ class OptimizerState:
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         self._parameters = list(_list_parameters(given, model))
 
-    def tree(self, groups: Groups) -> dict[str, Any]:
-        """Return the tree to save: every parameter's state, and the groups of all ranks."""
+    def tree(self) -> dict[str, Any]:
+        """Return the tree to save: every parameter's state, and the groups, of all ranks merged."""
         state = {
             name: {
                 field: self._describe(name, field, value)
@@ -66,7 +64,11 @@ class OptimizerState:
             for parameter in self._parameters
             for name in parameter.names
         }
-        return {_STATE: state, GROUPS: OneLeaf(groups)}
+        groups = _merge_groups(
+            [{**_get_options(parameter.group), "params": list(parameter.names)}]
+            for parameter in self._parameters
+        )
+        return {_STATE: state, GROUPS: OneLeaf(groups, merge=_merge_groups)}
 
     def _describe(self, name: str, field: Any, value: Any) -> Any:
         if not isinstance(field, str) or "." in field:
@@ -77,25 +79,6 @@ class OptimizerState:
         if isinstance(value, torch.Tensor):
             return bare_shard(value.detach(), f"{self._key}.{_STATE}.{name}.{field}")
         return OneLeaf(value)
-
-    def all_groups(self, team: Team) -> Groups:
-        """Return, on every rank, the groups of all ranks. Two all-reduces if they are equal."""
-        local = team.agree(
-            lambda: _merge_groups(
-                [{**_get_options(parameter.group), "params": list(parameter.names)}]
-                for parameter in self._parameters
-            )
-        )
-        # Shifted to 63 bits, so that the digest fits into an int64 and has a negative. The maximum
-        # of the negatives is minus the smallest digest: if both agree, all ranks have one digest.
-        digest = int.from_bytes(digest_of(local), "big") >> 1
-        highest, minus_lowest = team.max([digest, -digest])
-        if highest == -minus_lowest:
-            return local
-        packed = team.gather_bytes(pickle.dumps(local))
-        [shared] = team.share(lambda: [pickle.dumps(_merge_groups(map(pickle.loads, packed)))])
-        found: Groups = pickle.loads(shared)
-        return found
 
     def targets(
         self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool
