@@ -37,6 +37,7 @@ def join(device: torch.device, timeout: datetime.timedelta) -> None:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
     )
 
 

@@ -78,7 +78,9 @@ class AdamW:
         )
         for weight in weights:
             moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
-            self._adamw.state[weight] = {"step": torch.zeros(()), **moments}
+            # The fused update counts on the weight's device.
+            step = torch.zeros((), device=weight.device)
+            self._adamw.state[weight] = {"step": step, **moments}
 
     @property
     def updates(self) -> int:

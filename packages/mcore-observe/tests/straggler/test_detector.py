@@ -292,7 +292,7 @@ def test_wrong_arguments_change_nothing(detector, monkeypatch, kwargs, text):
 
 
 def test_token_of_the_environment(detector, monkeypatch, caplog):
-    monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "s3cret")
+    monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "s3cret-of-16-characters")
     with caplog.at_level(logging.DEBUG):
         configured(detector, bind="0.0.0.0", port=0, controller=True)
     assert detector.controller_address is not None

@@ -6,7 +6,7 @@ import socket
 import time
 import weakref
 from datetime import timedelta
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -154,13 +154,18 @@ def test_reports_by_the_clock_come_after_the_same_step_on_all_ranks():
 
 
 def toggled_over_http():
-    detector = configured(enabled=False, controller=True, port=0)
+    detector = configured(enabled=False, controller=True, port=0, token="s3cret")
+
+    def ask(path, data=None):
+        url = "http://{}:{}{}".format(*detector.controller_address, path)
+        request = Request(url, data, {"Authorization": "Bearer s3cret"})
+        return urlopen(request, timeout=120).read().decode()
+
     states = [detector.report(1e12, 1), detector.enabled]
     if detector.my_rank == 0:
-        host, port = detector.controller_address
         for _ in range(3):
-            urlopen(f"http://{host}:{port}/", timeout=120).read()
-        answer = urlopen(f"http://{host}:{port}/on", data=b"", timeout=120).read().decode()
+            ask("/")
+        answer = ask("/on", b"")
         assert answer.split()[3] == "ON"
     dist.barrier()
     detector.report(1e12, 1)
@@ -169,8 +174,8 @@ def toggled_over_http():
     detector.report(1e12, 1)
     metrics = ""
     if detector.my_rank == 0:
-        metrics = urlopen(f"http://{host}:{port}/metrics", timeout=120).read().decode()
-        urlopen(f"http://{host}:{port}/toggle", data=b"", timeout=120).read()
+        metrics = ask("/metrics")
+        ask("/toggle", b"")
     dist.barrier()
     detector._check_toggle()
     states.append(detector.enabled)

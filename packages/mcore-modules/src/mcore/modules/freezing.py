@@ -17,12 +17,10 @@ from mcore.modules.wrappers import (
     iter_wrapped_models,
     pipeline_size,
 )
+from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.versioning import internal_api
 
 logger = logging.getLogger(__name__)
-
-# The parts of parameter names that wrappers of torch insert.
-_WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
@@ -142,9 +140,7 @@ def _iterate_named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for model in iter_wrapped_models(chunk):
         if isinstance(model, torch.nn.Module):
             for name, parameter in model.named_parameters():
-                for inserted in _WRAPPER_NAMES:
-                    name = name.replace(inserted, "")
-                yield name, parameter
+                yield strip_wrapper_names(name), parameter
 
 
 def _iterate_parts(chunk: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mcore.observe import SectionStats, StragglerReport
+from mcore.observe.straggler.server import http as http_module
 from mcore.observe.straggler.server.controller import StragglerController, check_binding
 from mcore.observe.straggler.server.http import ControllerRequest, ControllerServer
 from mcore.observe.straggler.server.routes import ControllerState
@@ -133,6 +134,14 @@ def test_toggle_on_and_off(start):
     assert (status["enabled"], status["pending"]) == (True, None)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::ffff:127.0.0.1"])
+def test_an_image_of_a_web_page_does_not_toggle(start, host):
+    """As a browser fetches it: without Origin, and without Sec-Fetch-Site for such addresses."""
+    state, (_, port) = start(allow_get_toggle=True)
+    assert ask((host, port), "GET", "/", {"Accept": "image/*"})[0].status == 403
+    assert state.wanted() is False
+
+
 def test_get_toggles_only_where_that_is_allowed(start):
     state, address = start(allow_get_toggle=True)
     assert ask(address, "GET", "/")[1] == ON
@@ -201,11 +210,11 @@ def test_healthz_other_paths_and_other_methods(start):
         ("GET", "/toggle", "POST"),
         ("GET", "/on", "POST"),
         ("PUT", "/off", "POST"),
-        ("POST", "/", "GET"),
-        ("POST", "/status", "GET"),
-        ("DELETE", "/report", "GET"),
-        ("HEAD", "/metrics", "GET"),
-        ("OPTIONS", "/healthz", "GET"),
+        ("POST", "/", "GET, HEAD"),
+        ("POST", "/status", "GET, HEAD"),
+        ("DELETE", "/report", "GET, HEAD"),
+        ("HEAD", "/toggle", "POST"),
+        ("OPTIONS", "/healthz", "GET, HEAD"),
         ("BREW", "/toggle", "POST"),
         ("toggle", "/toggle", "POST"),
     ]:
@@ -215,8 +224,50 @@ def test_healthz_other_paths_and_other_methods(start):
     assert state.wanted() is False
 
 
+def test_head_is_answered_wherever_get_is_and_never_toggles(start, compared):
+    state, address = start(allow_get_toggle=True)
+    state.applied(False, compared(make_report()))
+    for path in ("/status", "/report", "/metrics", "/healthz", "/ui", "/ui/app.js", "/ui/data"):
+        full, body = ask(address, "GET", path)
+        head, nothing = ask(address, "HEAD", path)
+        assert (full.status, head.status, nothing) == (200, 200, "")
+        assert head.getheader("Content-Type") == full.getheader("Content-Type")
+        if path not in ("/ui/data", "/metrics"):  # with times
+            assert int(head.getheader("Content-Length")) == len(body.encode())
+    assert ask(address, "HEAD", "/")[0].getheader("Content-Type") == "application/json"
+    assert state.wanted() is False
+
+
+def test_answers_to_wrong_tokens_come_one_by_one_and_delay_nobody_else(monkeypatch):
+    monkeypatch.setattr(http_module, "_WRONG_TOKEN_S", 0.2)
+    state = ControllerState(rank=0, world_size=2, enabled=False)
+    controller = StragglerController(
+        state, bind="127.0.0.1", port=0, token="s3cret", allow_get_toggle=False
+    )
+    statuses = []
+
+    def guess(number):
+        headers = {"Authorization": f"Bearer {number}"}
+        statuses.append(ask(controller.address, "GET", "/status", headers)[0].status)
+
+    threads = [threading.Thread(target=guess, args=(number,)) for number in range(4)]
+    with controller._server._refusing:
+        for thread in threads:
+            thread.start()
+        right = {"Authorization": "Bearer s3cret"}
+        assert ask(controller.address, "GET", "/status", right)[0].status == 200
+        assert statuses == []
+        began = time.monotonic()
+    for thread in threads:
+        thread.join()
+    assert statuses == [401] * 4
+    assert time.monotonic() - began >= 4 * 0.2
+    controller.close()
+
+
 @pytest.mark.parametrize("token", ["s3cret", "with space", "x" * 200])
-def test_a_token_guards_everything_but_healthz(start, token):
+def test_a_token_guards_everything_but_healthz(start, token, monkeypatch):
+    monkeypatch.setattr(http_module, "_WRONG_TOKEN_S", 0.0)
     state, address = start(token=token)
     right = {"Authorization": f"Bearer {token}"}
     wrong = [
@@ -297,6 +348,9 @@ MALFORMED = {
         400,
     ),
     "chunked": (b"POST /on HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+    "CR in a header": (b"POST /on HTTP/1.0\r\nX: a\rHost: b\r\n\r\n", 400),
+    "CR in the request line": (b"POST /on\r HTTP/1.0\r\nX: a\r\n\r\n", 400),
+    "CR before the end": (b"POST /on HTTP/1.0\r\nX: a\r\r\n\r\n", 400),
     "injection": (b"GET /\x0d\x0aSet-Cookie:x HTTP/1.0\r\n\r\n", 400),
 }
 
@@ -476,11 +530,11 @@ def test_packed_answers_are_the_plain_ones(start, compared, path):
 @pytest.mark.parametrize(
     ("host", "status"),
     [("evil.example", 403), ("evil.example:80", 403), ("127.0.0.1.evil.example", 403),
-     ("localhost:9", 200), ("LOCALHOST", 200), ("127.0.0.1:65535", 200), ("[::1]:80", 200),
-     ("10.0.0.3", 200), ("", 403)],
+     ("localhost:9", 200), ("LOCALHOST", 200), ("127.0.0.1:65535", 200), ("[::1]:80", 403),
+     ("10.0.0.3", 403), ("", 403), ("0.0.0.0:9", 403), ("[::ffff:127.0.0.1]:9", 403)],
 )  # fmt: skip
-def test_without_a_token_names_that_are_no_address_are_refused(start, method, host, status):
-    """A page whose name has been pointed at this machine asks under that name."""
+def test_without_a_token_only_the_address_that_listens_is_answered(start, method, host, status):
+    """Pages of others ask under their name, or under an address that leads to this machine too."""
     state, address = start()
     path = "/status" if method == "GET" else "/on"
     response, _ = ask(address, method, path, {"Host": host})
@@ -645,7 +699,9 @@ def test_other_addresses_need_a_token(bind, start):
         check_binding(bind, None)
     with pytest.raises(ValueError, match="without a token"):
         start(bind=bind)
-    check_binding(bind, "token")
+    with pytest.raises(ValueError, match=r"15 characters.*give 16"):
+        check_binding(bind, "x" * 15)
+    check_binding(bind, "x" * 16)
 
 
 @pytest.mark.parametrize("bind", ["999.1.1.1", "a" * 300, "127.0.0.1:80"])
@@ -662,9 +718,11 @@ def test_a_token_that_no_header_can_carry(token):
 
 
 def test_all_addresses_with_a_token(start):
-    state, (_, port) = start(bind="0.0.0.0", token="t")
+    token = "0123456789abcdef"
+    state, (_, port) = start(bind="0.0.0.0", token=token)
+    right = {"Authorization": f"Bearer {token}"}
     assert ask(("127.0.0.1", port), "POST", "/on")[0].status == 401
-    assert ask(("127.0.0.1", port), "POST", "/on", {"Authorization": "Bearer t"})[0].status == 202
+    assert ask(("127.0.0.1", port), "POST", "/on", right)[0].status == 202
     assert state.wanted() is True
 
 

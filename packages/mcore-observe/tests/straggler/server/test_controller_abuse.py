@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.straggler.detector import StragglerDetector
+from mcore.observe.straggler.server import http
 from mcore.observe.straggler.server.controller import StragglerController
 from mcore.observe.straggler.server.http import ControllerRequest
 from mcore.observe.straggler.server.routes import ControllerState
@@ -210,6 +211,7 @@ def report_until(detector, group, is_over, pause_s=0.0):
 
 
 def report_under_attack(group, rank, port, done_file):
+    http._WRONG_TOKEN_S = 0.0  # every second request has a wrong token
     detector = StragglerDetector()
     detector.configure(
         world=2,
@@ -300,8 +302,9 @@ def served(simulated_job):
     controller.close()
 
 
-def test_20_000_hostile_requests_change_nothing(served):
+def test_20_000_hostile_requests_change_nothing(served, monkeypatch):
     """Each read by the handler that serves every connection."""
+    monkeypatch.setattr(http, "_WRONG_TOKEN_S", 0.0)
     state, controller = served
     server, rng, statuses = controller._server, random.Random(20_000), Counter()
     router = server.RequestHandlerClass.args[0]

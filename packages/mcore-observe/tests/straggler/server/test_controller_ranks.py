@@ -11,13 +11,16 @@ from rank_testing import run_ranks
 
 def ask(address, path, data=None):
     url = f"http://{address[0]}:{address[1]}{path}"
-    with urllib.request.urlopen(url, data=data, timeout=120) as response:
+    request = urllib.request.Request(url, data, {"Authorization": "Bearer s3cret"})
+    with urllib.request.urlopen(request, timeout=120) as response:
         return response.read().decode()
 
 
 def switched_over_http():
     rank, detector, states = dist.get_rank(), StragglerDetector(), []
-    detector.configure(world=2, rank=rank, port=0, telemetry=lambda: (math.nan,) * 4)
+    detector.configure(
+        world=2, rank=rank, port=0, token="s3cret", telemetry=lambda: (math.nan,) * 4
+    )
 
     def report():
         with detector:

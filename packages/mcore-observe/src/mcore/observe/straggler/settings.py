@@ -39,7 +39,8 @@ class StragglerSettings:
         sections: At most 64 names for :meth:`StragglerDetector.section`, known to all ranks.
         sample_every: Time only every Nth range of a kind. Sums are multiplied by N.
         bind: The address on which rank 0 listens.
-        token: The token that requests have to present. None reads ``MCORE_STRAGGLER_TOKEN``.
+        token: The token that requests have to present. None reads ``MCORE_STRAGGLER_TOKEN``, else
+            writes a random one to a file of mode 0600 that ``mcore-straggler`` reads.
         controller: Whether rank 0 listens for requests.
         allow_get_toggle: Whether ``GET /`` toggles timing, as with Megatron-LM.
         z_threshold: The distance of an outlier in standard deviations, above 0. It is raised with

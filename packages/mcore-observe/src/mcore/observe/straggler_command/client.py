@@ -17,6 +17,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from mcore.observe.straggler.server.token_file import find_token
+
 TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _MOST_BYTES = 256 * 1024 * 1024  # of a response, decompressed
 _CHUNK_BYTES = 256 * 1024
@@ -78,14 +80,15 @@ class Response:
 
 
 class Client:
-    """Sends requests to a controller. Several threads may use it."""
+    """Sends requests to a controller. Several threads may use it.
+
+    Without a token it sends that of the token file of the process that answers, if there is one.
+    """
 
     def __init__(self, address: Address, *, token: str | None, timeout_s: float) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._headers = {"Accept-Encoding": "gzip", "User-Agent": "mcore-straggler"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._token = token
 
     def request(self, method: str, path: str) -> Response:
         """Send a request. AnswerError unless the response is complete within the timeout."""
@@ -116,7 +119,12 @@ class Client:
             connection.close()
 
     def _exchange(self, connection: http.client.HTTPConnection, method: str, path: str) -> Response:
-        connection.request(method, path, headers=self._headers)
+        headers = {"Accept-Encoding": "gzip", "User-Agent": "mcore-straggler"}
+        # The peer, not the given name: the name may lead to a process of another user.
+        token = self._token or find_token(connection.sock.getpeername()[:2])
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        connection.request(method, path, headers=headers)
         response = connection.getresponse()
         is_packed = response.getheader("Content-Encoding") == "gzip"
         body = _read_body(response.read, is_packed=is_packed)

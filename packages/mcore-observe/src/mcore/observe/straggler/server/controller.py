@@ -6,35 +6,47 @@ import atexit
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import threading
 
 from mcore.observe.straggler.server.http import ControllerServer
 from mcore.observe.straggler.server.routes import ControllerState, Router
+from mcore.observe.straggler.server.token_file import TokenFile
 
 logger = logging.getLogger("mcore.observe.straggler")
 
 _TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _POLL_S = 0.5
 _GOODBYE_S = 1.0
+_SHORTEST_TOKEN = 16  # characters, on addresses that other machines can reach
 
 
 def check_binding(bind: str, token: str | None) -> None:
     """Raise ValueError unless a controller may listen on an address. Nothing is opened.
 
-    An address that other machines can reach needs a token. A token must fit into a header.
+    An address that other machines can reach needs a token of 16 characters or more. A token must
+    fit into a header.
     """
     _, addresses = _resolve(bind)
     if token is not None and not (token and token.isascii() and token.isprintable()):
         raise ValueError("the controller's token must be printable ASCII characters, at least one")
     if token is not None and token != token.strip():
-        raise ValueError("the controller's token begins or ends with a space; strip it")
+        raise ValueError("the controller's token begins or ends with a space: strip it")
     # An IPv6 address may have a scope after a percent sign.
     hosts = (ipaddress.ip_address(address.partition("%")[0]) for address in addresses)
-    if token is None and not all(host.is_loopback for host in hosts):
+    if all(host.is_loopback for host in hosts):
+        return
+    if token is None:
         raise ValueError(
             f"the controller would listen on {bind!r} without a token, reachable from other "
-            "machines; give token=, or bind it to 127.0.0.1 and use an ssh tunnel"
+            "machines: give token=, or bind it to 127.0.0.1 and use an ssh tunnel"
+        )
+    if len(token) < _SHORTEST_TOKEN:
+        raise ValueError(
+            f"the controller's token has {len(token)} characters and {bind!r} is reachable from "
+            f"other machines: give {_SHORTEST_TOKEN} characters or more, such as those of "
+            "secrets.token_urlsafe()"
         )
 
 
@@ -58,7 +70,7 @@ class StragglerController:
         if not 0 <= port <= 65535:
             raise ValueError(f"got port {port}; expected 0..65535, 0 for any free one")
         family, addresses = _resolve(bind)
-        router = Router(state, token=token, allow_get_toggle=allow_get_toggle)
+        router = Router(state, host=addresses[0], token=token, allow_get_toggle=allow_get_toggle)
         self._server = ControllerServer(family, (addresses[0], port), router)
         host, bound_port = self._server.server_address[:2]
         self.address: tuple[str, int] = (str(host), bound_port)
@@ -83,7 +95,11 @@ class StragglerController:
 
 
 class Listener:
-    """Starts and stops the controller of a process. A port that is in use is only a warning."""
+    """Starts and stops the controller of a process. A port that is in use is only a warning.
+
+    Without a token, in the environment either, each start writes a random one to a file that
+    ``mcore-straggler`` reads. With ``allow_get_toggle`` alone, requests need none.
+    """
 
     def __init__(self, *, bind: str, port: int, token: str | None, allow_get_toggle: bool) -> None:
         self._token = token if token is not None else os.environ.get(_TOKEN_VARIABLE) or None
@@ -92,6 +108,7 @@ class Listener:
         self._port = port
         self._allow_get_toggle = allow_get_toggle
         self._server: StragglerController | None = None
+        self._file: TokenFile | None = None
         self.error: OSError | None = None
 
     @property
@@ -104,15 +121,21 @@ class Listener:
         if self._server is not None:
             return
         self.error = None
+        has_file = self._token is None and not self._allow_get_toggle
+        token = secrets.token_urlsafe(24) if has_file else self._token
         try:
             self._server = StragglerController(
                 state,
                 bind=self._bind,
                 port=self._port,
-                token=self._token,
+                token=token,
                 allow_get_toggle=self._allow_get_toggle,
             )
+            if has_file and token is not None:
+                self._file = TokenFile(self._server.address, token)
+                logger.info("the token of the straggler controller is in %s", self._file.path)
         except OSError as error:
+            self.close()
             self.error = error
             logger.warning(
                 "straggler controller cannot listen on %s:%d (%s); timing continues without it",
@@ -125,6 +148,9 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.remove()
         server, self._server = self._server, None
         if server is not None:
             atexit.unregister(self.close)
@@ -139,7 +165,7 @@ def _resolve(bind: str) -> tuple[socket.AddressFamily, list[str]]:
         )
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"the controller cannot listen on {bind!r} ({error}); give an address of this machine"
+            f"the controller cannot listen on {bind!r} ({error}): give an address of this machine"
         ) from error
     family = resolved[0][0]
     return family, [str(address[0]) for kind, _, _, _, address in resolved if kind == family]

@@ -35,6 +35,7 @@ _PATIENCE_S = 0.5  # for a request while all places are taken
 # The side that closes first keeps the socket in TIME_WAIT: clients get a moment to do so.
 _GOODBYE_S = 0.25
 _GOODBYE_BYTES = 8 * _MAX_BYTES
+_WRONG_TOKEN_S = 0.5  # between two answers to wrong tokens
 
 
 class _RefusedError(Exception):
@@ -69,7 +70,6 @@ class ControllerRequest(BaseHTTPRequestHandler):
             try:
                 if self._read_request():
                     self._read_body()
-                    self.server.mark_complete(self.connection)
                     self._send(self._answer())
             except _RefusedError as refused:
                 self._send(refused.answer)
@@ -85,21 +85,29 @@ class ControllerRequest(BaseHTTPRequestHandler):
         """Log nothing: requests carry the token."""
 
     def _answer(self) -> Answer:
-        path, _, query = self.path.partition("?")
+        method, (path, _, query) = self.command, self.path.partition("?")
+        if method == "HEAD":  # the answer to GET without its body. It never toggles
+            method, path = "GET", "/status" if path == "/" else path
         # Browsers omit Origin in plain GETs, such as those for images. They omit Sec-Fetch-Site in
         # requests to plain HTTP, except to this machine.
         fetch_site = self.headers.get("Sec-Fetch-Site", "none").strip().lower()
         page_origin = f"http://{self.headers.get('Host')}"
         is_page = all(origin == page_origin for origin in self.headers.get_all("Origin", []))
         refusal = self._router.refusal(
-            self.command,
+            method,
             path,
             host=self.headers.get("Host"),
             authorization=self.headers.get_all("Authorization", []),
             is_cross_site=not is_page or fetch_site not in ("none", "same-origin"),
             is_visit=self.headers.get("Sec-Fetch-Dest") == "document",
         )
-        return refusal or self._router.answer(self.command, path, query)
+        if refusal is not None and refusal.status == HTTPStatus.UNAUTHORIZED:
+            # Not marked as complete: other requests may take its place.
+            if "Authorization" in self.headers:
+                self.server.delay_refusal()
+            return refusal
+        self.server.mark_complete(self.connection)
+        return refusal or self._router.answer(method, path, query)
 
     def _read_request(self) -> bool:
         """Parse request line and headers. False if the client is gone or was answered."""
@@ -131,6 +139,9 @@ class ControllerRequest(BaseHTTPRequestHandler):
                     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers over 8192 bytes"
                 )
             if line in (b"\r\n", b"\n"):
+                # Some parsers end a line at a bare CR, others do not: they would disagree.
+                if b"\r" in (self.raw_requestline + head).replace(b"\r\n", b""):
+                    raise _RefusedError(HTTPStatus.BAD_REQUEST, "a CR without LF")
                 return bytes(head)
             if not line.endswith(b"\n"):
                 return None
@@ -207,6 +218,7 @@ class ControllerServer(ThreadingHTTPServer):
         self._opened_at: dict[socket.socket, float] = {}  # oldest first
         self._complete: set[socket.socket] = set()  # connections whose request was read
         self._lock = threading.Lock()
+        self._refusing = threading.Lock()
         self._request_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         super().__init__(address, functools.partial(ControllerRequest, router))
 
@@ -288,6 +300,11 @@ class ControllerServer(ThreadingHTTPServer):
         for thread in list(self._request_threads):
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def delay_refusal(self) -> None:
+        """Wait, one request at a time, before the answer to a wrong token."""
+        with self._refusing:
+            time.sleep(_WRONG_TOKEN_S)
 
     def mark_complete(self, request: Any) -> None:
         """Let a request that was read keep its place until it is answered."""

@@ -158,9 +158,15 @@ class Router:
     """Answers requests from the shared state. No collective, no device."""
 
     def __init__(
-        self, state: ControllerState, *, token: str | None, allow_get_toggle: bool
+        self,
+        state: ControllerState,
+        *,
+        host: str = "127.0.0.1",
+        token: str | None,
+        allow_get_toggle: bool,
     ) -> None:
         self._state = state
+        self._host = host
         self._lock = threading.Lock()
         self._rendered: dict[str, _Rendered] = {}
         self._page = PageAnswers(state.keep_history())
@@ -209,20 +215,19 @@ class Router:
             return None
         if self._expected is None:
             # DNS rebinding: a foreign page whose host name resolves to this machine counts as the
-            # same site for a browser. Such a page needs a name, so names are refused.
-            if host is None or _is_address(host):
+            # same site for a browser. Such a page needs a name, so names are refused. For 0.0.0.0
+            # and [::ffff:127.0.0.1], which lead here too, browsers omit Sec-Fetch-Site.
+            if host is None or self._is_listening_on(host):
                 return None
             return error_answer(
-                HTTPStatus.FORBIDDEN, "send requests to localhost or an IP address, not to a name"
+                HTTPStatus.FORBIDDEN,
+                "without a token, requests must go to localhost or the address that listens",
             )
         if self._is_authorized(authorization) or (method == "GET" and path in FILE_PATHS):
             return None
         self._state.count_refusal()
-        return error_answer(
-            HTTPStatus.UNAUTHORIZED,
-            "send the header Authorization: Bearer <token>",
-            {"WWW-Authenticate": "Bearer"},
-        )
+        text = "wrong token" if authorization else "send the header Authorization: Bearer <token>"
+        return error_answer(HTTPStatus.UNAUTHORIZED, text, {"WWW-Authenticate": "Bearer"})
 
     def answer(self, method: str, path: str, query: str = "") -> Answer:
         """Answer a request: 404 for an unknown path, 405 for an unknown method."""
@@ -230,7 +235,8 @@ class Router:
         if methods is None:
             return error_answer(HTTPStatus.NOT_FOUND, "unknown path")
         if method not in methods:
-            allowed = {"Allow": ", ".join(methods)}
+            names = ("GET", "HEAD") if "GET" in methods else tuple(methods)
+            allowed = {"Allow": ", ".join(names)}
             return error_answer(
                 HTTPStatus.METHOD_NOT_ALLOWED, "this path has no such method", allowed
             )
@@ -243,6 +249,17 @@ class Router:
         scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
         matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
         return matches and len(authorization) == 1 and scheme.lower() == "bearer"
+
+    def _is_listening_on(self, host: str) -> bool:
+        """Return whether a Host header is ``localhost`` or the address, with or without a port."""
+        name = host.strip()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        if name.lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(name) == ipaddress.ip_address(self._host)
+        except ValueError:
+            return False
 
     def _answer_status(self) -> Answer:
         return Answer(HTTPStatus.OK, _dump(asdict(self._state.status())), _JSON)
@@ -296,19 +313,6 @@ class _Rendered:
     report: StragglerReport
     text: str
     packed: bytes
-
-
-def _is_address(host: str) -> bool:
-    """Return whether a Host header is an address or ``localhost``, with or without a port."""
-    name = host.strip()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    if name.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _answer_file(path: str, query: str) -> Answer:

@@ -12,6 +12,7 @@ let heardAt = 0; // when it came, by this machine's clock
 let missed = 0; // answers in a row
 let timer = 0;
 let turn = 0; // of questions: an answer to an older one is dropped
+let choice = 0; // of clicks on a rank, in the same way
 let known = null; // { epoch, metrics, hosts, places }
 let view = { metric: 0, first: 0, end: 0, how: "worst" };
 let table = emptyTable();
@@ -132,6 +133,7 @@ function heard(answer) {
   [last, heardAt] = [answer, performance.now()];
   if (isOther && table.next) {
     [known, chosen] = [null, null];
+    choice++;
     restart({ metric: 0, first: 0, end: 0 });
     return;
   }
@@ -285,13 +287,14 @@ function showTiming() {
 $("switch").addEventListener("click", async () => {
   const wanted = $("switch").getAttribute("aria-checked") !== "true";
   $("switch").disabled = true;
+  turn++; // an answer from before the click has the old state
   try {
     await ask(wanted ? "on" : "off", "POST");
-    poll(0);
   } catch (error) {
     if (!error.isRefused) setText("timing-text", "no answer");
   } finally {
     $("switch").disabled = false;
+    if ($("token-form").hidden) poll(0);
   }
 });
 
@@ -491,11 +494,14 @@ function showTrend() {
 // ---- one rank
 
 async function choose(which) {
+  const mine = ++choice;
   const query = new URLSearchParams({ metric: view.metric, ...which });
   try {
-    chosen = await (await ask(`ui/rank?${query}`)).json();
+    const answer = await (await ask(`ui/rank?${query}`)).json();
+    if (mine !== choice) return;
+    chosen = answer;
   } catch (error) {
-    if (error.isRefused) setText("one-place", error.message);
+    if (error.isRefused && mine === choice) setText("one-place", error.message);
     return;
   }
   setText("one-title", `Rank ${chosen.rank}`);

@@ -1,0 +1,1 @@
+from standin.plugin import accelerator, device  # noqa: F401
