@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -208,8 +209,23 @@ def encode_records(records: Sequence[ShardRecord]) -> bytes:
 
 def decode_records(packed: bytes) -> list[ShardRecord]:
     """Unpack the bytes of :func:`encode_records`."""
+    shapes: dict[Shape, Shape] = {}  # equal shapes and keys share memory
+
+    def share(numbers: list[int]) -> Shape:
+        shape = tuple(numbers)
+        return shapes.setdefault(shape, shape)
+
     return [
-        ShardRecord(kind, key, written, dtype, tuple(whole), tuple(offset), tuple(shape), prepended)
+        ShardRecord(
+            kind,
+            sys.intern(key),
+            written,
+            sys.intern(dtype),
+            share(whole),
+            share(offset),
+            share(shape),
+            prepended,
+        )
         for kind, key, written, dtype, whole, offset, shape, prepended in json.loads(
             zlib.decompress(packed)
         )

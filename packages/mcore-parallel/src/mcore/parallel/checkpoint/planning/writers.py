@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -284,20 +285,19 @@ class GlobalPlan:
 
         A key other than its dotted path, such as the key of stacked layers, is put at the top.
         """
-        paths: dict[str, set[Path]] = {}
+        paths: dict[str, Path] = {}
         for one in dict.fromkeys(rank.paths for rank in self._ranks):
-            for name, path in _unpack(one):
-                paths.setdefault(name, set()).add(tuple(path))
+            for name, steps in _unpack(one):
+                path = tuple(sys.intern(step) if type(step) is str else step for step in steps)
+                key = sys.intern(name)
+                if paths.setdefault(key, path) != path or dotted(path) != key:
+                    paths[key] = (key,)
         for name in self._per_rank:
             del paths[name]
             for rank in range(len(self._ranks)):
                 stored = ShardedObject(name, None, (len(self._ranks),), (rank,))
-                paths[stored.unique_key] = {(name,)}
-        return {
-            name: path if len(found) == 1 and dotted(path) == name else (name,)
-            for name, found in paths.items()
-            for path in found
-        }
+                paths[stored.unique_key] = (stored.unique_key,)
+        return paths
 
 
 def choose_leaves(
