@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -160,4 +161,5 @@ def test_a_save_that_fails_at_a_system_call_keeps_the_checkpoint_before(tmp_path
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(run_ranks(try_faults, 1, folder, None, init=None, timeout_s=3600))
+        [counts] = run_ranks(try_faults, 1, folder, None, init=None, timeout_s=3600)
+    sys.stdout.write(f"{counts}\n")
