@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from mcore.observe.sparkline import ASCII_BARS, BARS
+from mcore.observe.terminal import ASCII_BARS, BARS
 from mcore.observe.straggler_command.client import Client
 from mcore.observe.straggler_command.snapshot import JobSnapshot, refresh
 from mcore.observe.straggler_command.table import (

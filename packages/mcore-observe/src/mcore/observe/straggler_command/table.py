@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.sparkline import BARS, sparkline
+from mcore.observe.terminal import BARS, sparkline
 from mcore.observe.straggler_command.snapshot import SENSORS, JobSnapshot, RankRow
 
 _UNITS = {"data_ms": "ms", "etpt_tf": "TFLOP/s", **SENSORS}

@@ -13,6 +13,7 @@ import xxhash
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
@@ -104,11 +105,11 @@ def data_problem(data: torch.Tensor | None) -> str | None:
 
 
 def stage_leaf(leaf: Candidate, *, weights_only: bool) -> Leaf:
-    """Copy a leaf that this rank writes to the CPU."""
+    """Copy a leaf that this rank writes, or start to copy it, to the CPU."""
     if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-        return replace(leaf, data=to_local_if_dtensor(leaf.data).detach().to("cpu", copy=True))
+        return replace(leaf, data=start_host_copy(to_local_if_dtensor(leaf.data)))
     if isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
-        return CommonValue(leaf.key, leaf.value.detach().to("cpu", copy=True))
+        return CommonValue(leaf.key, start_host_copy(leaf.value))
     return EncodedValue(key_of(leaf), encode_value(leaf, weights_only=weights_only))
 
 
