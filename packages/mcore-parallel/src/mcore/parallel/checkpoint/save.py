@@ -21,7 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mcore.parallel.checkpoint.async_save import Clock, SaveHandle, SaveStats, start_async_save
-from mcore.parallel.checkpoint.errors import CheckpointingException, name_place
+from mcore.parallel.checkpoint.errors import CheckpointingException, name_checkpoint
 from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, Piece, locate_pieces
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
 from mcore.parallel.checkpoint.files.save_place import (
@@ -216,7 +216,7 @@ def save_tree(
         staged = [(at, stage_leaf(leaf, weights_only=weights_only)) for at, leaf in chosen]
         return staged, compared
 
-    with name_place("save", path):
+    with name_checkpoint("save", path):
         (final, leaves, payload), [longest, most] = team.agree_max(describe, 2)
         payloads = team.gather(payload, longest)
         clock.end_phase("describe")
@@ -241,7 +241,7 @@ def save_tree(
         packed = RankFile(save, team.rank).write(chosen, weights_only=weights_only)
         return _RESULT.pack(True, len(packed)) + packed + digests
 
-    @name_place("save", final)
+    @name_checkpoint("save", final)
     def write_and_publish(team: Team) -> SaveStats:
         result, failure = _try(write)
         try:

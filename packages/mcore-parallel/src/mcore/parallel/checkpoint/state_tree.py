@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ _BARE_MARKER = "is_bare_tensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 
+class Role(str, Enum):
+    """How ranks with different values of a leaf are treated."""
+
+    FIRST = "first"  # the value of the first rank is saved, with a warning
+    MUST_AGREE = "must agree"
+    PER_RANK = "per rank"  # each rank's value is saved
+    LEFT_OUT = "left out"  # not saved, unless it is PER_RANK on another rank
+
+
 @dataclass(frozen=True)
 class OneLeaf:
     """A value that is saved and loaded as one leaf, also if it consists of containers."""
 
     value: Any = None
-    per_rank: bool = False  # saved for each rank if it differs between ranks
+    role: Role = Role.FIRST
     merge: Callable[[list[Any]], Any] | None = None  # makes what is saved of all ranks' values
 
 
@@ -36,7 +46,7 @@ class Entries:
     objects: list[tuple[Path, ShardedObject]]  # by unique key
     common: dict[str, tuple[Path, Any]]  # equal on all ranks, by dotted name
     local: list[tuple[Path, Any]]  # never saved
-    per_rank: list[str] = field(default_factory=list)  # common leaves that may differ
+    roles: dict[str, Role] = field(default_factory=dict)  # of common leaves
     merged: dict[str, OneLeaf] = field(default_factory=dict)  # those made of all ranks' values
 
 
@@ -73,8 +83,8 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             entries.common[name] = (path, value.value)
             if value.merge is not None:
                 entries.merged[name] = value
-            elif value.per_rank:
-                entries.per_rank.append(name)
+            elif value.role is not Role.FIRST:
+                entries.roles[name] = value.role
         else:
             entries.common[name] = (path, value)
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))

@@ -123,7 +123,10 @@ def digest_of(value: Any) -> bytes:
     hasher = xxhash.xxh3_64(f"<{type(value).__name__}>".encode())
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        if not value.is_meta:
+        if hasattr(value, "__tensor_flatten__"):  # a subclass that consists of tensors
+            for name in value.__tensor_flatten__()[0]:
+                hasher.update(digest_of(getattr(value, name)))
+        elif not value.is_meta:
             hasher.update(memory_of(row_major_on_cpu(value)))
     elif isinstance(value, Mapping):
         for entry in sorted(digest_of(key) + digest_of(item) for key, item in value.items()):

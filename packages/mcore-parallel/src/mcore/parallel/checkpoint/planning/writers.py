@@ -32,7 +32,7 @@ from mcore.parallel.checkpoint.planning.validation import (
     validate_plans,
 )
 from mcore.parallel.checkpoint.sharded import ShardedTensor
-from mcore.parallel.checkpoint.state_tree import Entries, Path, dotted, is_bare, named_paths
+from mcore.parallel.checkpoint.state_tree import Entries, Path, Role, dotted, is_bare, named_paths
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import ranks_text, titled_list
 from mcore.tensor.dtensor import is_dtensor
@@ -54,7 +54,7 @@ class Description(NamedTuple):
     object_keys: list[str]  # of the objects in ``written``
     bare: list[int]  # numbers of shards that ranks outside of their mesh may hold too
     digests: bytes  # of common leaves, by name
-    per_rank: list[str]  # names of common leaves that may differ
+    roles: bytes  # of common leaves, by name
     merged: dict[str, tuple[Any, bytes]]  # function and value by name, see OneLeaf
     replicas: bytes  # digests of all leaves, if replicas are compared
     paths: bytes
@@ -79,7 +79,7 @@ def describe_leaves(
         [one.unique_key for one in leaves if isinstance(one, ShardedObject)],
         [number for number, one in enumerate(leaves) if _may_be_shared(one, size)],
         _pack({name: digest_of(value).hex() for name, value in values.items()}),
-        entries.per_rank,
+        _pack(entries.roles),
         {
             name: (leaf.merge, serialize(name, leaf.value, weights_only=weights_only))
             for name, leaf in entries.merged.items()
@@ -104,7 +104,7 @@ def _digest_replicas(entries: Entries) -> dict[str, str]:
     for _, obj in entries.objects:
         if obj.data is not None:
             digests[repr(obj.unique_key)] = digest_of(obj.data).hex()
-    for name in entries.common.keys() - {*entries.merged, *entries.per_rank}:
+    for name in entries.common.keys() - entries.merged.keys() - entries.roles.keys():
         digests[repr(name)] = digest_of(entries.common[name][1]).hex()
     return digests
 
@@ -152,9 +152,15 @@ class GlobalPlan:
         self._shards = [unpacked[rank.written] for rank in ranks]
         self._common = [unpacked[rank.common] for rank in ranks]
         differing = _find_differing([rank.digests for rank in ranks])
-        self._per_rank = differing.intersection(*(rank.per_rank for rank in ranks))
+        roles: dict[str, set[str]] = {}
+        for packed_roles in {rank.roles for rank in ranks}:
+            for name, role in _unpack(packed_roles).items():
+                roles.setdefault(name, set()).add(role)
+        _raise_if_disagreeing(name for name in differing if Role.MUST_AGREE in roles.get(name, ()))
+        self._left_out = {name for name, found in roles.items() if found == {Role.LEFT_OUT}}
+        self._per_rank = {name for name in differing if Role.PER_RANK in roles.get(name, ())}
         self.merged = _merge_values(ranks)
-        self.differing = sorted(differing - self._per_rank - {one.key for one in self.merged})
+        self.differing = sorted(differing - roles.keys() - {one.key for one in self.merged})
         self.flags = [bytearray([WRITTEN] * len(records)) for records in self._shards]
         self._share_bare_shards()
         self._assign_common()
@@ -182,8 +188,8 @@ class GlobalPlan:
         for rank, records in enumerate(self._common):
             for record in records:
                 first, other = found.setdefault(record.key, (rank, record))
-                if record.key in self._per_rank:
-                    self.flags[rank].append(PER_RANK)
+                if record.key in self._per_rank or record.key in self._left_out:
+                    self.flags[rank].append(PER_RANK if record.key in self._per_rank else 0)
                     continue
                 self.flags[rank].append(WRITTEN if first == rank else 0)
                 if other != record and record.key not in problems:
@@ -292,6 +298,8 @@ class GlobalPlan:
                 key = sys.intern(name)
                 if paths.setdefault(key, path) != path or dotted(path) != key:
                     paths[key] = (key,)
+        for name in self._left_out:
+            del paths[name]
         for name in self._per_rank:
             del paths[name]
             for rank in range(len(self._ranks)):
@@ -351,6 +359,17 @@ def _find_differing(packed: Iterable[bytes]) -> set[str]:
         for name, digest in _unpack(one).items()
         if first.setdefault(name, digest) != digest
     }
+
+
+def _raise_if_disagreeing(names: Iterable[str]) -> None:
+    listed = sorted(names)
+    if listed:
+        title = (
+            "states of the optimizer that are no tensors differ between ranks, and only one of "
+            "them could be saved. Make them equal, or keep them in tensors that are sharded like "
+            "the parameter"
+        )
+        raise CheckpointingException(titled_list(title, listed, "state"))
 
 
 def warn_of_differing(names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
-from mcore.parallel.checkpoint.state_tree import OneLeaf
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.rng.shared import (
     existing_tracker,
@@ -31,11 +31,12 @@ from mcore.tensor.device import current_device
 from mcore.tensor.dtensor import is_dtensor
 
 RANDOM_STATE = "random_state"
+OPTIMIZER_ENTRIES = "optimizer_entries"
 _ARGUMENTS = (
     "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
     "weights_only"
 )
-_TAKEN = frozenset({RANDOM_STATE, *_ARGUMENTS.split()})
+_TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 
 
 def check_names(values: Mapping[str, Any]) -> None:
@@ -74,7 +75,7 @@ def states_to_save(values: Mapping[str, Any]) -> dict[str, Any]:
     check_names(values)
     states = {name: state_of(name, value) for name, value in sorted(values.items())}
     return {
-        name: replace(state, per_rank=True) if isinstance(state, OneLeaf) else state
+        name: replace(state, role=Role.PER_RANK) if isinstance(state, OneLeaf) else state
         for name, state in states.items()
     }
 
