@@ -23,16 +23,81 @@ _SECRET_PART = re.compile(
 _SECRET_WORDS = {"pwd", "pw", "sig"}
 # Keys of records, tables and dictionaries are no secrets.
 _OPEN_KEYS = frozenset(
-    "answer batch cache column data dataset dict feature field foreign group image index input join "
-    "json label lookup map messages metric monitor output partition primary prompt public query "
-    "question response reward sample shard sort state target text".split()
+    [
+        "answer",
+        "batch",
+        "cache",
+        "column",
+        "data",
+        "dataset",
+        "dict",
+        "feature",
+        "field",
+        "foreign",
+        "group",
+        "image",
+        "index",
+        "input",
+        "join",
+        "json",
+        "label",
+        "lookup",
+        "map",
+        "messages",
+        "metric",
+        "monitor",
+        "output",
+        "partition",
+        "primary",
+        "prompt",
+        "public",
+        "query",
+        "question",
+        "response",
+        "reward",
+        "sample",
+        "shard",
+        "sort",
+        "state",
+        "target",
+        "text",
+    ]
 )
 # The tokens of a vocabulary, and counts of tokens.
 _OPEN_TOKENS = frozenset(
-    "added additional begin bos class cls decoder end eod eos image last mask max min new next num "
-    "pad prefix sep separator special start stop suffix unk unknown vocab".split()
+    [
+        "added",
+        "additional",
+        "begin",
+        "bos",
+        "class",
+        "cls",
+        "decoder",
+        "end",
+        "eod",
+        "eos",
+        "image",
+        "last",
+        "mask",
+        "max",
+        "min",
+        "new",
+        "next",
+        "num",
+        "pad",
+        "prefix",
+        "sep",
+        "separator",
+        "special",
+        "start",
+        "stop",
+        "suffix",
+        "unk",
+        "unknown",
+        "vocab",
+    ]
 )
-_TOKENS_OF = frozenset("access api auth bearer bot hf refresh session".split())
+_TOKENS_OF = frozenset(["access", "api", "auth", "bearer", "bot", "hf", "refresh", "session"])
 
 _NAME = re.compile(
     r"""(?<![\w.-])(?P<dashes>--?)?(?P<name>[A-Za-z_][\w.-]*)
