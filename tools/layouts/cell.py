@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from layouts.combinations import AFTER, STEPS
 from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
+from pretrain.model.router import Router
 from pretrain.optim.main_weights import MainWeightOptimizer
 from pretrain.run.loop import Loop
 from pretrain.run.training import build_loop
@@ -39,6 +41,7 @@ class Result:
     gradients: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
+    routes: str = ""  # the file of the experts of each token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,10 @@ def _train(task: Task) -> Result:
     begun = path if task.resumes else None
     loop = build_loop(task.settings, RunFolder(path), CPU, begun, False, None, lambda: 0)
     result = Result(loop.progress.step + 1)
+    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for step in range(result.first, result.first + (AFTER if task.resumes else STEPS)):
-        found = _run_step(loop, step)
+        with _note_routes(loop.steps.model, step, routes):
+            found = _run_step(loop, step)
         if step == 1:
             result.gradients = found.gradients
         result.losses += found.losses
@@ -96,9 +101,56 @@ def _train(task: Task) -> Result:
         loop.progress.step = STEPS
         loop.saver.save(STEPS)
         loop.saver.wait()
+    if task.settings.experts:
+        result.routes = _save_routes(routes, f"{task.result}.routes")
     loop.observed.close()
     loop.watch.close()
     return result
+
+
+@contextlib.contextmanager
+def _note_routes(
+    model: torch.nn.Module,
+    step: int,
+    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]],
+) -> Iterator[None]:
+    """Note the logits and the experts of each token in a step, by step and layer."""
+
+    def note(router: Router, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
+        with torch.no_grad():
+            logits = F.linear(inputs[0].float(), router.weight.float())
+        found = (logits.flatten(0, -2), output[1].flatten(0, -2))
+        routes.setdefault((step, router.number), []).append(found)
+
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.modules()
+        if isinstance(module, Router)
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _save_routes(
+    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]], path: str
+) -> str:
+    """Write the routes of all ranks into one file on the first rank."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, routes)
+    if dist.get_rank() == 0:
+        joined: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for of_rank in of_ranks:
+            for place, parts in of_rank.items():
+                joined.setdefault(place, []).extend(parts)
+        torch.save(
+            {
+                place: tuple(torch.cat(each) for each in zip(*parts, strict=True))
+                for place, parts in joined.items()
+            },
+            path,
+        )
+    return path
 
 
 def _run_step(loop: Loop, step: int) -> Result:

@@ -11,14 +11,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from layouts.cell import Result, Task, do_tasks
 from layouts.combinations import AFTER, RANKS, STEPS, name_of, others
-from layouts.experts import PlainExperts
+from layouts.experts import PlainExperts, Routes, RoutingError
 from layouts.reference import PlainGPT, loss_in_parts, train_plain
 from layouts.table import Reference, Row, compare_load, compare_steps, tolerance_of
 from pretrain.settings import Settings
@@ -60,7 +60,8 @@ def compare(
 
 def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> list[Row]:
     folder.mkdir()
-    rows, tasks, loads = [], [], []
+    rows, tasks = [], []
+    loads: list[tuple[Row, Settings, Result, Task]] = []
     for number, settings in enumerate(wanted):
         facts = (timestamp(), join_facts(describe_machine()))
         tolerance = tolerance_of(settings)
@@ -71,37 +72,78 @@ def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Pa
         tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
     for row, task, result in zip(rows, tasks, _run_tasks(tasks), strict=True):
         settings = task.settings
-        compare_steps(row, result, reference_of(settings), experts_together=settings.bf16)
+        steps = functools.partial(compare_steps, result=result, experts_together=settings.bf16)
+        _compare_as_routed(row, settings, [result], steps)
         if result.error:
             continue
         for place, other in enumerate(others(task.settings, every)):
             row.to_load += 1
             copied = f"{task.run_dir}-{place}"
             shutil.copytree(task.run_dir, copied)
-            loads.append((row, task.settings, Task(other, copied, True, f"{copied}.json")))
-    found = _run_tasks([task for _, _, task in loads])
-    for (row, settings, task), result in zip(loads, found, strict=True):
-        compare_load(row, result, reference_of(settings), name_of(task.settings))
+            loads.append((row, settings, result, Task(other, copied, True, f"{copied}.json")))
+    found = _run_tasks([task for *_, task in loads])
+    for (row, settings, begun, task), result in zip(loads, found, strict=True):
+        load = functools.partial(compare_load, result=result, layout=name_of(task.settings))
+        _compare_as_routed(row, settings, [begun, result], load)
     return rows
+
+
+def _compare_as_routed(
+    row: Row,
+    settings: Settings,
+    results: Sequence[Result],
+    judge: Callable[..., None],
+) -> None:
+    """Judge results by the reference, or by the reference with their choices of experts.
+
+    At a tie the bits of a CPU's kernels decide which expert a token reaches. Only ties are taken
+    over. The bounds of bf16 include them.
+    """
+    reference, first_try = reference_of(settings), dataclasses.replace(row, problems=[])
+    judge(first_try, reference=reference)
+    is_routed = settings.experts and not settings.bf16 and all(one.routes for one in results)
+    if first_try.problems and is_routed:
+        routes = {
+            place: route for one in results for place, route in torch.load(one.routes).items()
+        }
+        try:
+            reference, ties = _train_routed(_without_layout(settings), routes)
+        except RoutingError as error:
+            row.problems.append(str(error))
+            return
+        row.ties += ties
+    judge(row, reference=reference)
 
 
 def reference_of(settings: Settings) -> Reference:
     """The float64 process that a combination is compared with, computed once."""
-    return _train_reference(
-        dataclasses.replace(
-            settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
-            micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
-        )
+    return _train_reference(_without_layout(settings))
+
+
+def _without_layout(settings: Settings) -> Settings:
+    return dataclasses.replace(
+        settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
+        micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
     )  # fmt: skip
 
 
 @functools.cache
 def _train_reference(settings: Settings) -> Reference:
-    """Train the plain model in float64, and continue with the steps after a checkpoint."""
+    return _train_routed(settings, {})[0]
+
+
+def _train_routed(settings: Settings, routes: Routes) -> tuple[Reference, int]:
+    """Train the plain model in float64, and continue with the steps after a checkpoint.
+
+    Also returns the number of tokens that took another expert because of ``routes``.
+    """
     lines = Path(settings.data).read_text().splitlines()
     documents = [(json.loads(line)["text"] + "\n").encode() for line in lines]
     kind = PlainExperts if settings.experts else PlainGPT
     first, model = kind(settings).double(), kind(settings).double()
+    for one in (first, model):
+        if isinstance(one, PlainExperts):
+            one.routes = routes
     torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
     gradients = {
         name.replace("/", "."): float(weight.grad.norm())
@@ -111,7 +153,8 @@ def _train_reference(settings: Settings) -> Reference:
     losses, norms = train_plain(
         model, settings, loss_in_parts(model, settings, documents), steps=STEPS + AFTER
     )
-    return Reference(losses, norms, gradients)
+    ties = model.ties if isinstance(model, PlainExperts) else 0
+    return Reference(losses, norms, gradients), ties
 
 
 def _run_tasks(tasks: Sequence[Task]) -> list[Result]:

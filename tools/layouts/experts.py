@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +10,30 @@ import torch.nn.functional as F
 from layouts.reference import PlainGPT
 from pretrain.settings import Settings
 
+# Logits and experts ``[n, E]`` and ``[n, topk]`` of the tokens of a step and a layer, in any order.
+Routes = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+# Rounding moves a logit by up to 1e-5 within the steps of a combination (measured: fp32 against
+# float64), and logits have a spread of 0.15. Only nearer logits may be taken for each other.
+_TIE = 1e-4
+
+
+class RoutingError(Exception):
+    """A combination chose experts that rounding does not explain."""
+
 
 class PlainExperts(PlainGPT):
-    """Feed-forwards of experts, with the losses of their routers written out as in the papers."""
+    """Feed-forwards of experts, with the losses of their routers written out as in the papers.
+
+    ``routes`` are the choices of another process. They decide between experts that are equally
+    likely but for rounding, and ``ties`` counts these tokens.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._noted: dict[str, list[torch.Tensor]] = {}  # logits of each router, part after part
+        # Logits and choices of each router, part after part.
+        self._noted: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.routes: Routes = {}
+        self.ties = 0
 
     def _make_feed_forward(self, name: str) -> None:
         hidden, number = self.settings.hidden_size, self.settings.experts
@@ -30,8 +47,12 @@ class PlainExperts(PlainGPT):
 
     def _feed_forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
         logits = x @ self.weights[f"{name}/router/weight"].T
-        self._noted.setdefault(name, []).append(logits)
-        gates = _compute_softmax(logits) * self._mark_chosen(logits)
+        is_chosen = self._mark_chosen(logits)
+        if self.routes:
+            route = self.routes[self.step, int(name.split("/")[1])]
+            is_chosen = self._mark_as_routed(logits.detach(), is_chosen, *route)
+        self._noted.setdefault(name, []).append((logits, is_chosen))
+        gates = _compute_softmax(logits) * is_chosen
         if self.settings.topk > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -51,17 +72,20 @@ class PlainExperts(PlainGPT):
         """
         balances, sizes = [], []
         for parts in self._noted.values():
-            logits = torch.cat([part.flatten(0, 1) for part in parts])
-            of_rows = windows or [torch.arange(len(part)) for part in parts]
+            logits, is_chosen = (
+                torch.cat([part.flatten(0, 1) for part in each])
+                for each in zip(*parts, strict=True)
+            )
+            of_rows = windows or [torch.arange(len(part)) for part, _ in parts]
             window = torch.cat(
                 [
                     of.repeat_interleave(part.shape[1])
-                    for of, part in zip(of_rows, parts, strict=True)
+                    for of, (part, _) in zip(of_rows, parts, strict=True)
                 ]
             )
             if self.settings.balance == "batch":
                 window = torch.zeros_like(window)
-            load = _average(self._mark_chosen(logits), window) / self.settings.topk
+            load = _average(is_chosen, window) / self.settings.topk
             mean = _average(_compute_softmax(logits), window)
             balances.append((self.settings.experts * load * mean).sum(-1).mean())
             sizes.append(logits.exp().sum(-1).log().square().mean())
@@ -80,6 +104,28 @@ class PlainExperts(PlainGPT):
             best = (_compute_softmax(logits) - 2 * is_chosen).argmax(-1)
             is_chosen = is_chosen + F.one_hot(best, self.settings.experts)
         return is_chosen
+
+    def _mark_as_routed(
+        self,
+        logits: torch.Tensor,
+        is_chosen: torch.Tensor,
+        their_logits: torch.Tensor,
+        their_experts: torch.Tensor,
+    ) -> torch.Tensor:
+        """The choice of the other process for each token, found by the logits of the token."""
+        apart = torch.cdist(logits.flatten(0, 1), their_logits.to(logits.dtype))
+        distance, nearest = apart.min(dim=1)
+        theirs = F.one_hot(their_experts[nearest], self.settings.experts).sum(1).to(logits.dtype)
+        theirs = theirs.view_as(logits)
+        left = logits.masked_fill(theirs > 0, -torch.inf).amax(-1)
+        taken = logits.masked_fill(theirs == 0, torch.inf).amin(-1)
+        if max(distance.max(), (left - taken).max()) > _TIE:
+            raise RoutingError(
+                f"step {self.step}: logits differ by {distance.max():.1e}, and an expert was left "
+                f"that is {(left - taken).max():.1e} likelier than a chosen one"
+            )
+        self.ties += int((theirs != is_chosen).any(-1).sum())
+        return theirs
 
 
 def _compute_softmax(logits: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ class PlainGPT(torch.nn.Module):
         super().__init__()
         self.settings = settings
         self.heads = settings.num_attention_heads
+        self.step = 0  # of the loss that is computed
         self.weights = torch.nn.ParameterDict()
         hidden = settings.hidden_size
         self._draw("embedding.weight", 256, hidden)
@@ -261,6 +262,7 @@ def loss_in_parts(
         windows = parts_of(trained, settings.seq_length, settings.document_multiple)
 
     def loss_of(step: int) -> torch.Tensor:
+        model.step = step
         first = (step - 1) * settings.global_batch_size
         starts = starts_in_order(
             len(windows) * settings.seq_length + 1, seq_length=settings.seq_length,

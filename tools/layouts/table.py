@@ -57,6 +57,7 @@ class Row:
     loaded: int = 0
     to_load: int = 0
     seconds: float = 0.0
+    ties: int = 0  # tokens that rounding sent to another expert of the same likelihood
     problems: list[str] = dataclasses.field(default_factory=list)
 
     @property

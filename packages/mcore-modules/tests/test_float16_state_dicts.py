@@ -10,13 +10,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from mcore.modules import (
-    Float16Module,
-    MegatronModule,
-)
-from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.modules import Float16Module, MegatronModule, unwrap_model
 from rank_testing import run_ranks
 
 BF16 = SimpleNamespace(bf16=True)
@@ -82,6 +78,9 @@ class Owner(torch.nn.Module):
         super().__init__()
         self.module = torch.nn.Linear(2, 2)
         self.norm = torch.nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(self.module(x))
 
 
 @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), batch_norm, Owner])
@@ -154,63 +153,54 @@ def test_sharded_keys_are_those_of_the_wrapped_module():
     }
 
 
+class KeyRecorder(torch.nn.Module):
+    """Has the keys ``own`` and records which keys it is to load."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def state_dict(self, destination=None, prefix="", keep_vars=False):
+        return dict.fromkeys((prefix + key for key in self.own), 0)
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        self.seen = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+
+
 OWN = {"weight", "bias"}
 OWN_WITH_MODULE = {"module.weight", "weight"}
 
 
-def added(keys, own, prefix="child."):
-    state = dict.fromkeys([prefix + key for key in keys] + ["other.weight"], 0)
-    add_wrapper_to_keys(state, prefix, lambda: own)
-    return set(state) - {"other.weight"}
-
-
+@pytest.mark.parametrize("prefix", ["", "child."])
 @pytest.mark.parametrize(
     ("keys", "own", "expected"),
     [
-        (["weight", "bias"], OWN, ["module.weight", "module.bias"]),
-        (["module.weight", "module.bias"], OWN, ["module.weight", "module.bias"]),
-        (["weight", "unknown"], OWN, ["module.weight", "module.unknown"]),
-        (["module.weight", "weight"], OWN_WITH_MODULE, ["module.module.weight", "module.weight"]),
-        (
-            ["module.module.weight", "module.weight"],
-            OWN_WITH_MODULE,
-            ["module.module.weight", "module.weight"],
-        ),
-        (["module.module.weight"], OWN, ["module.module.weight"]),
-        ([], OWN, []),
+        (["weight", "bias"], OWN, {"weight", "bias"}),
+        (["module.weight", "module.bias"], OWN, {"weight", "bias"}),
+        (["weight", "unknown"], OWN, {"weight", "unknown"}),
+        (["module.weight", "weight"], OWN_WITH_MODULE, {"module.weight", "weight"}),
+        (["module.module.weight", "module.weight"], OWN_WITH_MODULE, {"module.weight", "weight"}),
+        (["module.module.weight"], OWN, {"module.weight"}),
+        ([], OWN, set()),
     ],
 )
-def test_keys_for_the_parent(keys, own, expected):
-    assert added(keys, own) == {"child." + key for key in expected}
-
-
-@pytest.mark.parametrize(
-    ("keys", "own", "expected"),
-    [
-        (["weight", "bias"], OWN, ["weight", "bias"]),
-        (["module.weight", "module.bias"], OWN, ["weight", "bias"]),
-        (["module.weight", "weight"], OWN_WITH_MODULE, ["module.weight", "weight"]),
-        (["module.module.weight", "module.weight"], OWN_WITH_MODULE, ["module.weight", "weight"]),
-    ],
-)
-def test_keys_for_the_wrapped_module(keys, own, expected):
-    assert list(without_wrapper_in_keys(dict.fromkeys(keys, 0), lambda: own)) == expected
+def test_keys_that_reach_the_wrapped_module(keys, own, expected, prefix):
+    inside = KeyRecorder(own)
+    model = Float16Module(BF16, inside)
+    owner = torch.nn.ModuleDict({"child": model, "other": torch.nn.ReLU()}) if prefix else model
+    owner.load_state_dict({prefix + key: 0 for key in keys}, strict=False)
+    assert inside.seen == expected
 
 
 def test_versions_are_renamed_with_the_keys():
     wrapper = torch.nn.Module()
-    wrapper.module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    state = without_wrapper_in_keys(wrapper.state_dict(), lambda: set(wrapper.module.state_dict()))
-    assert state._metadata == wrapper.module.state_dict()._metadata
-
-
-def test_keys_of_the_wrapped_module_are_asked_for_only_in_doubt():
-    def fail():
-        raise AssertionError("asked")
-
-    state = {"child.weight": 0}
-    add_wrapper_to_keys(state, "child.", fail)
-    assert without_wrapper_in_keys(state, fail) is state
+    wrapper.module = batch_norm()
+    state = wrapper.state_dict()
+    # Without its version a batch norm would count batches from zero.
+    del state["module.1.num_batches_tracked"]
+    model = Float16Module(BF16, batch_norm())
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        model.load_state_dict(state)
 
 
 def wrapped_with_optimizer(shard):
@@ -227,10 +217,10 @@ def set_back(shard, flat, full):
     model, optimizer = wrapped_with_optimizer(shard)
     model(torch.randn(6, 4)).square().sum().backward()
     optimizer.step()
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    model_state, optimizer_state = get_state_dict(unwrap_model(model), optimizer, options=options)
     other, other_optimizer = wrapped_with_optimizer(shard)
     set_state_dict(
-        other,
+        unwrap_model(other),
         other_optimizer,
         model_state_dict=model_state,
         optim_state_dict=optimizer_state,
@@ -252,14 +242,16 @@ def test_state_of_an_optimizer_can_be_set_back_by_torch(flat):
     assert ("state.0.weight" in keys) is flat
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, lambda m: torch.nn.ModuleDict({"child": m})])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, torch.compile, lambda m: torch.nn.ModuleDict({"child": m})]
+)
 def test_state_of_an_optimizer_that_could_not_be_set_back_is_not_given(wrap):
     model, optimizer = wrapped_with_optimizer(False)
     outer = wrap(model)
     assert set_model_state_dict(outer, get_model_state_dict(outer)).missing_keys == []
-    with pytest.raises(RuntimeError, match=r"get_state_dict\(model.module, optimizer\)"):
+    with pytest.raises(RuntimeError, match=r"get_state_dict\(unwrap_model\(model\), optimizer\)"):
         get_state_dict(outer, optimizer)
-    assert get_state_dict(model, optimizer)[1]["state"]
+    assert get_state_dict(unwrap_model(model), optimizer)[1]["state"]
 
 
 def set_back_on_ranks():
@@ -272,15 +264,72 @@ def test_state_of_an_optimizer_of_a_sharded_model_can_be_set_back_by_torch():
     assert run_ranks(set_back_on_ranks, 2) == [[True] * 3] * 2
 
 
-def test_names_of_parameters_and_buffers_are_those_of_the_state_dict():
-    model = Float16Module(BF16, batch_norm())
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    assert sorted(names) == sorted(model.state_dict())
-    assert list(dict(model.named_parameters("p", recurse=False))) == []
-    owner = Float16Module(BF16, Owner())  # its child would be taken for the wrapped module
-    assert "module.norm.weight" in dict(owner.named_parameters())
-    parent = torch.nn.ModuleDict({"child": model})
-    assert "child.module.0.weight" in dict(parent.named_parameters())
+def set_back_below_fsdp1(make):
+    """Whether a trained model and its optimizer are read back through FSDP1, in two ways."""
+
+    def build():
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(
+            make(), use_orig_params=True, device_id=torch.device("cpu")
+        )
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = build()
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    state = model.state_dict()
+    bare = make()
+    bare.load_state_dict(state)
+    again, _ = build()
+    again.load_state_dict(bare.state_dict())  # without the name of the child
+    other, other_optimizer = build()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    set_state_dict(
+        other, other_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
+    moments = [
+        [entry["exp_avg"] for entry in one.state_dict()["state"].values()]
+        for one in (optimizer, other_optimizer)
+    ]
+    return all(
+        torch.equal(a, b) and torch.equal(a, c)
+        for a, b, c in zip(
+            state.values(), again.state_dict().values(), other.state_dict().values(), strict=True
+        )
+    ) and all(map(torch.equal, *moments))
+
+
+def below_fsdp1_on_ranks():
+    return [
+        set_back_below_fsdp1(lambda: Float16Module(BF16, torch.nn.Linear(2, 1))),
+        set_back_below_fsdp1(lambda: Float16Module(BF16, Owner())),
+    ]
+
+
+def test_fsdp1_around_it_saves_and_loads():
+    assert run_ranks(below_fsdp1_on_ranks, 2) == [[True] * 2] * 2
+
+
+@pytest.mark.parametrize("make", [batch_norm, Owner])
+def test_names_are_those_of_any_module(make):
+    model = Float16Module(BF16, make())
+    plain = torch.nn.Module()
+    plain.module = model.module
+    for method in ("named_parameters", "named_buffers", "named_modules"):
+        found = dict(getattr(model, method)())
+        assert list(found) == list(dict(getattr(plain, method)())), method
+    for name, parameter in model.named_parameters():
+        assert model.get_parameter(name) is parameter
+        assert model.get_submodule(name.rpartition(".")[0]).training
+    assert all(model.get_buffer(name) is buffer for name, buffer in model.named_buffers())
+
+
+def test_functional_call_uses_the_names_of_parameters():
+    model = Float16Module(BF16, torch.nn.Linear(2, 1))
+    doubled = {name: 2 * value for name, value in model.named_parameters()}
+    x = torch.ones(3, 2)
+    out = torch.func.functional_call(model, doubled, x)
+    assert torch.allclose(out, 2 * model(x), rtol=1e-2)
 
 
 def test_a_tensor_of_the_wrapped_module_is_not_set_on_the_wrapper():

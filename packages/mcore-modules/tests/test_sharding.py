@@ -6,8 +6,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mcore.modules import (
+    Float16Module,
     MegatronModule,
     from_megatron_sharded_state_dict,
     sharded_state_dict_of,
@@ -408,26 +410,45 @@ def test_entries_are_sharded_tensors():
     assert {type(entry) for entry in model().sharded_state_dict().values()} == {ShardedTensor}
 
 
-def test_compiled_children_of_any_kind_have_the_keys_of_the_others():
-    def model(compiled):
-        wrap = torch.compile if compiled else lambda module: module
+@pytest.mark.parametrize(
+    "wrapper",
+    [torch.compile, checkpoint_wrapper, lambda module: checkpoint_wrapper(torch.compile(module))],
+)
+def test_children_in_wrappers_of_any_kind_have_the_keys_of_the_others(wrapper):
+    def model(wrap):
         root = MegatronModule(None)
         root.linear = wrap(torch.nn.Linear(2, 2))
         child = MegatronModule(None)
         child.inner = wrap(torch.nn.Linear(2, 2))
         root.child = wrap(child)
+        mixed = torch.nn.Sequential(MegatronModule(None), torch.nn.Linear(2, 2))
+        mixed[0].weight = torch.nn.Parameter(torch.zeros(1))
         root.stack = torch.nn.Sequential(torch.nn.Identity(), wrap(torch.nn.Linear(2, 2)))
+        root.mixed = wrap(mixed)
         return root
 
-    expected = model(compiled=False).sharded_state_dict("m.")
-    compiled = model(compiled=True)
-    found = compiled.sharded_state_dict("m.")
+    plain, wrapped = model(lambda module: module), model(wrapper)
+    expected = plain.sharded_state_dict("m.")
+    found = wrapped.sharded_state_dict("m.")
     assert list(found) == list(expected)
     assert [entry.key for entry in found.values()] == list(expected)
-    assert found["m.stack.1.weight"].data is compiled.stack[1].weight
-    assert list(sharded_state_dict_of(torch.compile(compiled))) == list(
-        model(compiled=False).sharded_state_dict()
-    )
+    assert found["m.stack.1.weight"].data is wrapped.stack[1].weight
+    assert list(sharded_state_dict_of(wrapper(wrapped))) == list(plain.sharded_state_dict())
+
+
+def test_a_checkpoint_with_activation_checkpointing_loads_without_it(tmp_path):
+    def model(wrap, seed):
+        torch.manual_seed(seed)
+        inner = torch.nn.Sequential(MegatronModule(None), torch.nn.Linear(2, 2))
+        inner[0].weight = torch.nn.Parameter(torch.rand(1))
+        return Float16Module(SimpleNamespace(bf16=True), wrap(inner))
+
+    source, target = model(checkpoint_wrapper, 0), model(lambda module: module, 1)
+    save_sharded_state_dict(source.sharded_state_dict(), tmp_path / "a")
+    loaded = load_sharded_state_dict(target.sharded_state_dict(), tmp_path / "a")
+    assert sorted(loaded) == ["0.weight", "1.bias", "1.weight"]
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 @pytest.fixture

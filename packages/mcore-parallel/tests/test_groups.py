@@ -115,6 +115,16 @@ def test_comm_device_follows_the_backend_not_the_machine(fake_world) -> None:
         comm_device(dist.new_group([1]))
 
 
+def test_comm_device_is_the_device_that_the_world_is_bound_to(fake_world) -> None:
+    fake_world(0, 2, "xpu:fake")
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("xpu", 1)
+    assert comm_device(world) == comm_device(None) == torch.device("xpu", 1)
+    world.bound_device_id = torch.device("cuda", 1)  # a group of another backend inherits this
+    assert comm_device(world).type == "xpu"
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="checks the device of an nccl group")
 def test_comm_device_of_nccl_is_the_current_gpu_and_of_gloo_the_cpu() -> None:

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from layouts import __main__ as command
 from layouts import comparison
 from layouts.cell import Result, limit_time
 from layouts.combinations import choose_combinations, combinations, meetings, name_of, others
 from layouts.comparison import compare, write_text
+from layouts.experts import PlainExperts, RoutingError
 from layouts.table import Reference, Row, compare_load, compare_steps
 from pretrain.cli.checks import check
 from pretrain.settings import Settings
@@ -126,6 +128,40 @@ def test_a_load_that_goes_on_elsewhere_makes_a_row_red(
     compare_load(row, Result(21, [5.0, 5.1], [1.0, 1.0]), reference, "cp2")
     assert (row.loaded, row.is_green) == (1, False)
     assert "as cp2: continues 2.0e-02 off" in row.cells()[-1]
+
+
+def route_by_float32(settings: Settings, moved: float) -> tuple[PlainExperts, torch.Tensor]:
+    """A float64 model routed by its own choices, but for one token between two experts.
+
+    The second of these is less likely by ``moved``. Returns the model and its output.
+    """
+    model = PlainExperts(settings).double()
+    router = model.weights["layers/0/feed_forward/router/weight"]
+    x = torch.randn(1, 4, settings.hidden_size, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        order = (x[0, 0] @ router.T).argsort(descending=True)
+        at_the_bound = order[settings.topk - 1 : settings.topk + 1]
+        missing = (x[0, 0] @ (router[at_the_bound[0]] - router[at_the_bound[1]])) - moved
+        router[at_the_bound[1]] += missing * x[0, 0] / x[0, 0].square().sum()
+        logits = (x @ router.T)[0]
+        chosen = logits.topk(settings.topk).indices
+        chosen[0, -1] = at_the_bound[1]
+    model.step, model.routes = 1, {(1, 0): (logits.float().flip(0), chosen.flip(0))}
+    return model, model._feed_forward("layers/0/feed_forward", x)
+
+
+def test_only_ties_between_experts_are_taken_over() -> None:
+    settings = Settings(experts=4, topk=2, hidden_size=32, num_layers=1)
+    model, routed = route_by_float32(settings, moved=1e-5)
+    assert model.ties == 1
+    own = PlainExperts(settings).double()
+    own.load_state_dict(model.state_dict())
+    x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).double()
+    apart = (own._feed_forward("layers/0/feed_forward", x) - routed).abs().amax(-1)[0]
+    assert apart[0] > 1e-9
+    assert apart[1:].max() == 0.0
+    with pytest.raises(RoutingError, match=r"an expert was left that is 1\.0e-02 likelier"):
+        route_by_float32(settings, moved=1e-2)
 
 
 def fail_in_some(tasks: list[comparison.Task], limit_s: int) -> None:

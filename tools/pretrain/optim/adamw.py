@@ -25,14 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainingOptimizer(Protocol):
     """The optimizer interface of the training loop. All ranks call each method together."""
 
-    @property
-    def updates(self) -> int:
-        """Number of updates, used by AdamW's bias correction."""
-        ...
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates, for example after loading the moments."""
-        ...
+    adamw: AdamW
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Add the gradients of one micro-batch. Call after each backward.
@@ -78,7 +71,9 @@ class AdamW:
         )
         for weight in weights:
             moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
-            self._adamw.state[weight] = {"step": torch.zeros(()), **moments}
+            # The fused update counts on the weight's device.
+            step = torch.zeros((), device=weight.device)
+            self._adamw.state[weight] = {"step": step, **moments}
 
     @property
     def updates(self) -> int:

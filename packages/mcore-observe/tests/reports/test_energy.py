@@ -93,10 +93,15 @@ def test_the_device_is_found_by_its_uuid(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    names = {3: "NVIDIA H100", 4: "NVIDIA H100 MIG 1g.10gb"}
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-of-{index}")
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=f"uuid-of-{index}", name=names[index]),
     )
     monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
+    with pytest.raises(RuntimeError, match=r"MIG 1g\.10gb is a part of a GPU"):
+        open_device_handle(4)
     assert open_device_handle() == (pynvml, ("handle", "GPU-uuid-of-3"))
     monitor = EnergyMonitor()
     monitor.setup()

@@ -144,6 +144,47 @@ def test_device_clock_waits_only_when_it_is_read_and_uses_events_again():
     assert (device.waits, device.made) == (2, 6)
 
 
+class Event:
+    """An event of a stream that ends late or not: it has a time once the host has waited for it."""
+
+    def __init__(self, at, is_done):
+        self.at, self.is_done = at, is_done
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.is_done
+
+    def synchronize(self):
+        self.is_done = True
+
+    def elapsed_time(self, end):
+        if not (self.is_done and end.is_done):
+            raise RuntimeError("both events must be completed")
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("late", [{1}, {0}, {0, 1}, {2, 3}])
+def test_device_clock_reads_ranges_of_streams_that_end_out_of_order(late):
+    events = iter([Event(at, number not in late) for number, at in enumerate((0, 5, 6, 8))])
+    clock = DeviceClock(lambda: next(events))
+    for _ in range(2):
+        clock.start()
+        clock.stop()
+    assert clock.take() == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize("captured", [[True], [False, True]])
+def test_device_clock_leaves_out_ranges_in_a_capture(captured):
+    device, capturing = FakeDevice(), iter([False, False, *captured, False, False])
+    clock = DeviceClock(device.make_event, lambda: next(capturing))
+    for _ in range(3):
+        clock.start()
+        clock.stop()
+    assert clock.take() == pytest.approx(0.002)
+
+
 def test_device_clock_does_not_collect_events_without_end():
     device = FakeDevice()
     clock = DeviceClock(device.make_event)

@@ -121,8 +121,10 @@ def test_tensors_on_several_devices():
     tensors = [torch.full((2,), 3.0, device="cuda"), torch.ones(5, device="cuda").half()]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    norm = calc_norm(tensors)
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        norm = calc_norm(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert norm.item() == pytest.approx(math.sqrt(23))
     mixed = calc_norm([torch.full((2,), 4.0), *tensors])
     assert (mixed.device.type, mixed.item()) == ("cpu", pytest.approx(math.sqrt(55)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +21,15 @@ from mcore.modules.fp32_marks import (
 from mcore.modules.module import MegatronModule
 from mcore.modules.precision import float16_to_fp32, fp32_to_float16
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.wrapped_keys import (
-    add_wrapper_to_keys,
-    repeat_versions_below_wrapper,
-    without_wrapper_in_keys,
-    wrapped_names,
-)
 from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
+from mcore.tensor.dtensor import is_dtensor
 from mcore.versioning.signatures import signature_of
+
+_NAME = "module"
+_CHILD = f"{_NAME}."  # the prefix of keys of the module inside a wrapper
+_FSDP1 = "_fsdp_wrapped_module."
 
 
 # Functions: torch.compile of torch 2.11 cannot trace a method of Tensor in an attribute.
@@ -50,10 +50,10 @@ class Float16Module(MegatronModule):
     cast does change the other tensors: ``.float()`` makes them float32.
 
     Inputs are cast only on the first pipeline stage, outputs only on the last: tensors between
-    stages have the model's dtype. State dicts, ``named_parameters()`` and ``named_buffers()`` have
-    the names of the wrapped module. With an optimizer, pass the wrapper itself to
-    ``get_state_dict`` of torch.distributed.checkpoint, not a model around it such as
-    DistributedDataParallel, which has other names.
+    stages have the model's dtype. Keys of state dicts are those of the wrapped module. Names of
+    parameters, buffers and modules begin with ``module.``, as for any module. With an optimizer,
+    pass the wrapped module to ``get_state_dict`` of torch.distributed.checkpoint: both its names
+    and its keys are without ``module.``.
 
     Args:
         config: A configuration with ``fp16`` or ``bf16`` true. The other field may be missing.
@@ -238,12 +238,14 @@ class Float16Module(MegatronModule):
         Returns:
             The state dict.
         """
-        state: dict[str, Any] = self.module.state_dict(
-            destination=destination,  # type: ignore[arg-type]  # None is its default
+        # FullyShardedDataParallel looks for the names of parameters, which contain the child.
+        owner: Any = super() if _FSDP1 in prefix else self.module
+        state: dict[str, Any] = owner.state_dict(
+            destination=destination,
             prefix=prefix,
             keep_vars=keep_vars,
         )
-        repeat_versions_below_wrapper(state, prefix)
+        _repeat_versions_below_wrapper(state, prefix)
         return state
 
     def state_dict_for_save_checkpoint(
@@ -296,7 +298,7 @@ class Float16Module(MegatronModule):
         Raises:
             RuntimeError: Keys or shapes do not fit.
         """
-        state_dict = without_wrapper_in_keys(state_dict, lambda: set(self.module.state_dict()))
+        state_dict = _drop_wrapper_from_keys(state_dict, lambda: set(self.module.state_dict()))
         if not assign:
             return self.module.load_state_dict(state_dict, strict=strict)
         result = self.module.load_state_dict(state_dict, strict=strict, assign=True)
@@ -304,41 +306,9 @@ class Float16Module(MegatronModule):
         restore_precision(self.module, self._dtype)
         return result
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield parameters with their names in the wrapped module.
-
-        These are the keys of the state dict, which torch.distributed.checkpoint uses for the state
-        of an optimizer. ``torch.func.functional_call`` needs ``module.`` before them.
-
-        Args:
-            prefix: Put before each name.
-            recurse: If False, yield none of the wrapped module.
-            remove_duplicate: Yield a shared parameter once.
-        """
-        named = self._choose_namer(recurse).named_parameters
-        yield from named(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield buffers with their names in the wrapped module.
-
-        Args:
-            prefix: Put before each name.
-            recurse: If False, yield none of the wrapped module.
-            remove_duplicate: Yield a shared buffer once.
-        """
-        yield from self._choose_namer(recurse).named_buffers(prefix, recurse, remove_duplicate)
-
-    def _choose_namer(self, recurse: bool) -> Any:
-        """Return the module that names tensors: this one if the names inside are ambiguous."""
-        return self.module if recurse and "module" not in self.module._modules else super()
-
     def __setattr__(self, name: str, value: Any) -> None:
-        # functional_call with names of named_parameters() would set a tensor on this wrapper, and
-        # the wrapped module would silently compute with its old one.
+        # functional_call with keys of the state dict would set a tensor on this wrapper, and the
+        # wrapped module would silently compute with its old one.
         inside = self.__dict__.get("_modules", {}).get("module")
         if inside is not None and (name in inside._parameters or name in inside._buffers):
             raise AttributeError(
@@ -349,7 +319,14 @@ class Float16Module(MegatronModule):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Declare to torch.distributed.checkpoint.state_dict that keys omit ``module``."""
-        return wrapped_names(self.module)
+        # Below FullyShardedDataParallel the keys do contain it, and no parameter is a DTensor.
+        if getattr(self, "_is_fsdp_managed_module", False) and not any(
+            map(is_dtensor, self.parameters())
+        ):
+            return {}
+        inside = self.module
+        names = (*inside._modules, *inside._parameters, *inside._buffers)
+        return _NamesInside.fromkeys(names, _NAME)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
         # Names first, since the function may replace tensors, and the marks are lost with them.
@@ -411,7 +388,7 @@ def _accept_both_spellings(
     """Accept keys with and without ``module.`` when a parent loads the wrapper."""
     # Modules below are loaded later: the post hook restores the precision of all of them.
     module._assigned = bool(local_metadata.get("assign_to_params_buffers", False))
-    add_wrapper_to_keys(state_dict, prefix, lambda: set(module.module.state_dict()))
+    _add_wrapper_to_keys(state_dict, prefix, lambda: set(module.module.state_dict()))
 
 
 def _restore_assigned(module: Float16Module, _: Any) -> None:
@@ -419,6 +396,74 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
+
+
+def _add_wrapper_to_keys(
+    state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
+) -> None:
+    """Put ``module.`` after the prefix of keys, in place. ``own_keys`` is called only in doubt."""
+    keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    if _has_wrapper(keys, own_keys):
+        return
+    moved = {prefix + _CHILD + key: state_dict.pop(prefix + key) for key in keys}
+    state_dict.update(moved)
+
+
+def _drop_wrapper_from_keys(
+    state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
+) -> Mapping[str, Any]:
+    """Return a state dict for the wrapped module, without ``module.`` before keys and versions."""
+    if not _has_wrapper(list(state_dict), own_keys):
+        return state_dict
+    renamed: OrderedDict[str, Any] = OrderedDict(
+        (key.removeprefix(_CHILD), value) for key, value in state_dict.items()
+    )
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        renamed._metadata = {  # type: ignore[attr-defined]
+            f"{key}.".removeprefix(_CHILD).removesuffix("."): value
+            for key, value in metadata.items()
+        }
+    return renamed
+
+
+def _has_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
+    """Count matching keys, since the wrapped module may have a child called ``module`` too."""
+    if not any(key.startswith(_CHILD) for key in keys):
+        return False
+    inside = own_keys()
+    without = sum(key in inside for key in keys)
+    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in inside for key in keys)
+    if without or with_wrapper:
+        return with_wrapper > without
+    return all(key.startswith(_CHILD) for key in keys)
+
+
+def _repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None:
+    """Repeat versions under ``module``, the name by which a parent loads the wrapper."""
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None or not prefix:
+        return
+    below = {key: version for key, version in metadata.items() if f"{key}.".startswith(prefix)}
+    for key, version in below.items():
+        metadata.setdefault(f"{prefix}module.{key[len(prefix) :]}".removesuffix("."), version)
+
+
+class _NamesInside(dict[str, str]):
+    """The names inside a wrapper, which torch finds only through the child ``module``.
+
+    Refuses the name of the child, under which torch would store the state of an optimizer. It
+    would not find that when loading: the model's keys do not contain the child.
+    """
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name == _NAME and name not in self:
+            raise RuntimeError(
+                "torch would store the state of the optimizer under names with 'module' of the "
+                "Float16Module, and would not find them when loading. Pass the module inside it, "
+                "which has the same keys: get_state_dict(unwrap_model(model), optimizer)"
+            )
+        return super().get(name, default)
 
 
 class StageFlags(NamedTuple):

@@ -17,12 +17,10 @@ from mcore.modules.wrappers import (
     iter_wrapped_models,
     pipeline_size,
 )
+from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.versioning import internal_api
 
 logger = logging.getLogger(__name__)
-
-# The parts of parameter names that wrappers of torch insert.
-_WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
@@ -83,8 +81,6 @@ def freeze_moe_router(model: Any) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        ValueError: There is no such parameter in any chunk. With several pipeline stages it is
-            only logged, since another stage may have one.
         TypeError: ``model`` is None, or one of those names is not a tensor.
 
     Example:
@@ -100,7 +96,7 @@ def freeze_moe_router(model: Any) -> ModelList:
     parts = [part for chunk in chunks for part in _iterate_parts(chunk)]
     found = [parameter for part in parts for parameter in _find_routing_parameters(part)]
     if not found:
-        _refuse_nothing_found(chunks, "no module has a router or a gate_weight")
+        logger.warning("no module has a router or a gate_weight, so no router is frozen")
     _freeze(chunks, found, "routing parameters")
     return chunks
 
@@ -142,9 +138,7 @@ def _iterate_named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for model in iter_wrapped_models(chunk):
         if isinstance(model, torch.nn.Module):
             for name, parameter in model.named_parameters():
-                for inserted in _WRAPPER_NAMES:
-                    name = name.replace(inserted, "")
-                yield name, parameter
+                yield strip_wrapper_names(name), parameter
 
 
 def _iterate_parts(chunk: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.parallel.checkpoint.ranks import resolve_groups
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"
@@ -34,7 +35,8 @@ def sharded_state_dict_of(
     Tensors of the module itself are replicated. A child with ``sharded_state_dict`` describes
     itself. A child without it is replicated as a whole, or walked in the same way if a module below
     it has the method, such as a ModuleList of layers. A child under two names has both keys, as in
-    ``state_dict``. Keys do not contain the wrapper of torch.compile. No communication.
+    ``state_dict``. Keys do not contain the names that torch.compile and the wrappers of
+    torch for checkpointing and FSDP insert. No communication.
 
     Args:
         module: Any module. Its ``sharded_state_dict`` is not called.
@@ -59,7 +61,6 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _check_offsets(sharded_offsets)
-    module = _strip_compiled(module)
     return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
 
 
@@ -156,7 +157,7 @@ class _Walk:
         # named_children() would drop the second name of a shared child.
         for name, child in module._modules.items():
             if child is not None:
-                self._add(_strip_compiled(child), f"{path}{name}.")
+                self._add(child, path + strip_wrapper_names(f"{name}."))
 
     def entries(self) -> Entries:
         """Describe the waiting tensors, and return all entries."""
@@ -183,10 +184,7 @@ class _Walk:
                 )
                 # entries() describes the waiting tensors first, which keeps the order of modules.
                 _merge_entries(self.entries(), described)
-        elif child._modules and any(
-            _is_self_describing(below) or _strip_compiled(below) is not below
-            for below in iter_modules(child)
-        ):
+        elif child._modules and any(map(_is_self_describing, iter_modules(child))):
             self.visit(child, path)
         elif not child._modules and _is_plain(child):
             self._wait(_list_plain_tensors(child), path)
@@ -207,7 +205,7 @@ class _Walk:
     def _wait(self, state: dict[str, Any], path: str) -> None:
         waiting = self._waiting
         for name, value in state.items():
-            key = path + name
+            key = path + strip_wrapper_names(name)
             if key in waiting:
                 raise _make_key_error(self._prefix + key)
             waiting[key] = value
@@ -241,13 +239,6 @@ def _list_plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
             if buffer is not None and name not in transient
         )
     return tensors
-
-
-def _strip_compiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a wrapper of torch.compile, which is not part of keys."""
-    while type(module).__name__ == "OptimizedModule":
-        module = module._modules["_orig_mod"] or module
-    return module
 
 
 def _is_self_describing(module: torch.nn.Module) -> bool:

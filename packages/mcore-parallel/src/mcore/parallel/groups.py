@@ -175,6 +175,9 @@ def comm_device(group: GroupLike | None = None) -> torch.device:
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(member).split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
+    bound = cast("dist.ProcessGroup", member or dist.group.WORLD).bound_device_id
+    if bound is not None and bound.type in kinds:
+        return bound
     accelerator = available_accelerator()
     if accelerator is not None and accelerator.type in kinds:
         return accelerator

@@ -47,10 +47,15 @@ def can_order_ranks() -> bool:
 
 def job_timeout() -> timedelta | None:
     """Return the timeout of the world group, or None if its backend has none."""
-    world = cast("Any", dist.group.WORLD)
-    devices = sorted(world._device_types, key=lambda device: device.type == "cpu")
+    return group_timeout(cast("dist.ProcessGroup", dist.group.WORLD))
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group's collectives, or None if its backend has none."""
+    private = cast("Any", group)
+    devices = sorted(private._device_types, key=lambda device: device.type == "cpu")
     for device in devices:  # an accelerator's backend first
-        options = getattr(world._get_backend(device), "options", None)
+        options = getattr(private._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
             return timeout
@@ -159,15 +164,3 @@ def file_part(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group's collectives, or None if its backend has none."""
-    from torch.distributed import distributed_c10d
-
-    try:
-        device = distributed_c10d._get_pg_default_device(group)
-        options: Any = group._get_backend(device).options
-        return cast("timedelta", options._timeout)
-    except (AttributeError, RuntimeError):
-        return None

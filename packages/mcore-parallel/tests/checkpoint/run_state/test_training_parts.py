@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,6 +24,7 @@ from mcore.parallel.checkpoint import (
     save_training_state,
 )
 from mcore.parallel.checkpoint.files.index import read_index
+from mcore.parallel.checkpoint.run_state.model_state import model_state
 
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -85,7 +87,7 @@ def test_any_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: P
 
 def test_names_are_those_of_torch_without_what_wrappers_add(tmp_path: Path) -> None:
     inner = net()
-    inner[3] = torch.compile(inner[3], backend="eager")  # type: ignore[assignment]
+    inner[3] = checkpoint_wrapper(torch.compile(inner[3], backend="eager"))
     model = torch.nn.DataParallel(torch.compile(inner, backend="eager"))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     train(inner, optimizer)
@@ -100,6 +102,30 @@ def test_names_are_those_of_torch_without_what_wrappers_add(tmp_path: Path) -> N
     assert keys == expected | {"step", "random_state/shard_0_1", "optimizer.param_groups"}
     load_training_state(tmp_path / "a", plain, fresh)
     assert train(plain, fresh) == train(inner, optimizer)
+
+
+class Hiding(torch.nn.Module):
+    """Its state dict has the keys of its child, as it declares, and values computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1, bias=False)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {"weight": "module"}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"weight": self.module.weight + 0}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(state)
+
+
+def test_a_parameter_of_a_hidden_child_has_its_name_in_the_state_dict() -> None:
+    model = Hiding()
+    state = model_state(model)
+    assert list(state.leaves) == ["weight"]
+    assert state.names[model.module.weight] == ["weight"]
 
 
 def test_moments_keep_their_dtype_and_parameters_without_a_state_have_none(tmp_path: Path) -> None:

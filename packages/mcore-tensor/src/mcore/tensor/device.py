@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -76,6 +76,15 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         current = current_device()
         return current if current.type == named.type else named
     return named
+
+
+def capture_query(device: torch.device) -> Callable[[], bool]:
+    """Return a function that tells whether a graph is captured on the device's current stream."""
+    # Devices whose module lacks this query capture no graphs. Another device's raises an error.
+    query: Callable[[], bool] = getattr(
+        torch.get_device_module(device), "is_current_stream_capturing", lambda: False
+    )
+    return query
 
 
 def traced_device(device: torch.device | str | int | None) -> torch.device | None:

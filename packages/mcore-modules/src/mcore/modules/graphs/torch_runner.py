@@ -45,10 +45,11 @@ class GraphDevice(Protocol):
 
 
 class _TorchDevice:
-    """The graphs of ``torch.cuda`` or ``torch.xpu``."""
+    """The graphs of ``torch.cuda`` or ``torch.xpu`` on one device, which need not be current."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
+        self._device = device
         self.pool = module.graph_pool_handle
 
     def graph(self) -> Any:
@@ -57,14 +58,16 @@ class _TorchDevice:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        self._module.synchronize()
-        with self._module.stream(self._module.Stream()):
-            yield
-        self._module.synchronize()
+        with self._module.device(self._device):
+            self._module.synchronize()
+            with self._module.stream(self._module.Stream()):
+                yield
+            self._module.synchronize()
 
-    def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        recording: AbstractContextManager[Any] = self._module.graph(graph, pool=pool)
-        return recording
+    @contextlib.contextmanager
+    def capturing(self, graph: Any, pool: Any) -> Iterator[None]:
+        with self._module.device(self._device), self._module.graph(graph, pool=pool):
+            yield
 
 
 @experimental_api
@@ -124,7 +127,7 @@ class TorchGraphRunner:
             )
             location = device_of(chain.from_iterable(tensors))
             device = self._device or _find_graph_device(location)
-            generators = [g for g in tracker_generators() if g.device.type == location.type]
+            generators = [g for g in tracker_generators() if g.device == location]
             recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
             # Casts that autocast has cached would be missing from the captured work.
             dtype = autocast_dtype(location.type)
@@ -332,7 +335,7 @@ def _find_graph_device(device: torch.device) -> GraphDevice:
     module = _find_device_module(device)
     if module is None:
         raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
-    return _TorchDevice(module)
+    return _TorchDevice(module, device)
 
 
 class _Place:

@@ -134,5 +134,7 @@ def open_device_handle(index: int | None = None) -> tuple[Any, Any]:
     pynvml.nvmlInit()
     if index is None:
         index = torch.accelerator.current_device_index()
-    uuid = torch.cuda.get_device_properties(index).uuid
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    device = torch.cuda.get_device_properties(index)
+    if " MIG " in device.name:
+        raise RuntimeError(f"{device.name} is a part of a GPU, and NVML measures only whole GPUs")
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid}")

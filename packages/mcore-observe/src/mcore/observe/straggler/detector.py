@@ -91,7 +91,6 @@ class StragglerDetector:
         mmcnt: The number of ranks that the report lists at each end of the throughput.
         amp: The time of a step over the timed part of it.
         port: The port requested for the controller.
-        dev: The device of the collective: the CPU for gloo.
         start: Opens a range while on, else does nothing.
         stop: Closes it while on, else does nothing.
 
@@ -190,7 +189,7 @@ class StragglerDetector:
             names=names,
             rule=rule,
         )
-        self.world, self.rank, self.dev = world, rank, exchange.device
+        self.world, self.rank = world, rank
         self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port
         self._timers = SectionTimers(self, names)
         self._on_straggler = settings.on_straggler
@@ -220,6 +219,12 @@ class StragglerDetector:
     def world_size(self) -> int:
         """The number of ranks given to :meth:`configure`, 0 before."""
         return self.world
+
+    @property
+    def dev(self) -> torch.device:
+        """The device of the collective: the CPU for gloo."""
+        reporter = self._reporter
+        return torch.device("cpu") if reporter is None else reporter.exchange.device
 
     @property
     def bdata(self) -> bool:
@@ -533,7 +538,6 @@ class StragglerDetector:
     def _forget_settings(self) -> None:
         """Return to the state before ``configure``."""
         self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
-        self.dev = torch.device("cpu")
         self._reporter = self._timers = self._listener = None
         self._on_straggler = "log"
         self._state = ControllerState(rank=0, world_size=0, enabled=False)

@@ -197,6 +197,8 @@ class Exchange:
         """
         host = socket.gethostname().encode()[:_HOST_BYTES]
         # Not in __init__: a rank may choose its device after it has configured the detector.
+        if self._group is not None:
+            self.device = comm_device(self._group())
         device = str(resolve_device(self._computing)).encode()[:_DEVICE_BYTES]
         mine = _INTRODUCTION.pack(
             _SCHEMA_VERSION, int(self.sections_hash), self._rank, host, device

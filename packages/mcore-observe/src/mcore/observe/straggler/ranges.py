@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
+from mcore.tensor.device import capture_query
+
 # Kinds of ranges are numbered like the section names: the built-in two first.
 COMPUTE_KIND = 0
 DATA_KIND = 1
@@ -361,7 +363,8 @@ class EventRanges(HostRanges):
         for kind, host_ns, (begin, end) in entries:
             try:
                 elapsed_ms = begin.elapsed_time(end)
-            except RuntimeError:  # not done: it was recorded on another stream than the last event
+            except RuntimeError:  # not done: recorded on other streams than the last event
+                begin.synchronize()
                 end.synchronize()
                 elapsed_ms = begin.elapsed_time(end)
             durations[kind].append(max(elapsed_ms * _NS_PER_MS, host_ns))
@@ -374,11 +377,9 @@ def make_ranges(device: torch.device, *, prefill: int, sample_every: int) -> Hos
     """Return the timer for a device: events on an accelerator, the host's clock on the CPU."""
     if device.type == "cpu":
         return HostRanges(sample_every=sample_every)
-    # Devices whose module lacks this query capture no graphs. Another device's raises an error.
-    namespace = torch.get_device_module(device)
     return EventRanges(
         make_event=lambda: torch.Event(device, enable_timing=True),
-        is_capturing=getattr(namespace, "is_current_stream_capturing", lambda: False),
+        is_capturing=capture_query(device),
         prefill=prefill,
         sample_every=sample_every,
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.torch_compat import is_distributed
-from mcore.tensor.device import current_device
+from mcore.tensor.device import capture_query, current_device
 
 # With this many open pairs of events, the pairs that the device has passed are summed and reused.
 _MAX_OPEN_PAIRS = 256
@@ -34,7 +36,8 @@ class Timer:
         name: Name for messages.
         sync: True waits for the accelerator at both ends of a range and reads the host's clock.
             False records events on the accelerator's current stream and waits when the time is
-            read. Without an accelerator both read the host's clock.
+            read. Without an accelerator both read the host's clock. While a graph is captured,
+            True does not wait, and False does not measure the range.
         clock: The clock that measures the ranges. None chooses by ``sync``.
 
     Example:
@@ -50,7 +53,10 @@ class Timer:
         if clock is None and (sync or not torch.accelerator.is_available()):
             clock = HostClock(sync=sync)
         elif clock is None:
-            clock = DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))
+            clock = DeviceClock(
+                lambda: torch.Event(current_device(), enable_timing=True),
+                capture_query(current_device()),
+            )
         self._clock = clock
         self._running = False
         self._elapsed = 0.0
@@ -223,6 +229,7 @@ class HostClock:
 
     def __init__(self, *, sync: bool) -> None:
         self._sync = sync and torch.accelerator.is_available()
+        self._is_capturing = capture_query(current_device())
         self._began = 0.0
         self._seconds = 0.0
 
@@ -240,16 +247,20 @@ class HostClock:
         return seconds
 
     def _read_clock(self) -> float:
-        if self._sync:
+        if self._sync and not self._is_capturing():
             torch.accelerator.synchronize()
         return time.perf_counter()
 
 
 class DeviceClock:
-    """Pairs of events on the current stream. Only reading waits for the device."""
+    """Pairs of events on the current stream. Only reading waits for the device.
 
-    def __init__(self, make_event: Any) -> None:
+    A graph cannot be captured with events that measure time: such ranges are dropped.
+    """
+
+    def __init__(self, make_event: Any, is_capturing: Callable[[], bool] = lambda: False) -> None:
         self._make_event = make_event
+        self._is_capturing = is_capturing
         self._free: list[Any] = []
         self._begin: Any = None
         self._pairs: list[tuple[Any, Any]] = []
@@ -257,19 +268,23 @@ class DeviceClock:
 
     def start(self) -> None:
         """Open a range: record an event."""
-        self._begin = self._record_event()
+        self._begin = None if self._is_capturing() else self._record_event()
 
     def stop(self) -> None:
         """Close the range: record an event, without waiting for it."""
+        if self._begin is None or self._is_capturing():
+            return
         self._pairs.append((self._begin, self._record_event()))
         if len(self._pairs) >= _MAX_OPEN_PAIRS:
-            self._fold([pair for pair in self._pairs if pair[1].query()])
+            self._fold([pair for pair in self._pairs if all(event.query() for event in pair)])
 
     def take(self) -> float:
-        """Wait for the last range and return the seconds of those closed since the last call."""
-        if self._pairs:
-            self._pairs[-1][1].synchronize()
-            self._fold(self._pairs)
+        """Wait for the ranges closed since the last call and return their seconds."""
+        # Both events of each range: they may be on several streams. The last usually ends last.
+        for event in chain.from_iterable(map(reversed, reversed(self._pairs))):
+            if not event.query():
+                event.synchronize()
+        self._fold(self._pairs)
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

@@ -31,7 +31,18 @@ if TYPE_CHECKING:
 
 _GROUP_OPTIONS = frozenset({"tp_group", "dp_cp_group"})
 _FIELD_OPTIONS = frozenset({"allow_shape_mismatch", "flattened_range"})
+# The names of the modules inside wrappers of torch. state_dict() drops them from its keys, except
+# for torch.compile, and a model is saved and loaded with and without each wrapper.
+_INSIDE_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 Offsets = Sequence[Sequence[int]]
+
+
+def strip_wrapper_names(name: str) -> str:
+    """Return a name or prefix of modules without the names that wrappers of torch insert."""
+    for inserted in _INSIDE_WRAPPERS:
+        if inserted in name:
+            name = name.replace(inserted, "")
+    return name
 
 
 def make_tp_sharded_tensor_for_checkpoint(
@@ -227,7 +238,8 @@ def make_sharded_tensors_for_checkpoint(
 
     Args:
         state_dict: Names to tensors, as from ``state_dict(keep_vars=True)``.
-        prefix: Put before each name to make the key.
+        prefix: Put before each name, without the names that wrappers of torch insert, to make the
+            key.
         tensor_parallel_layers_axis_map: Names that are cut over the tensor-parallel group, with
             the axis. All other tensors are replicated.
         sharded_offsets: ``(axis, index, count)`` of axes put before the axes of each tensor.
@@ -251,8 +263,10 @@ def make_sharded_tensors_for_checkpoint(
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
     replica_id: ReplicaId | None = None  # equal for all entries; resolved at the first use
     sharded: ShardedStateDict = {}
-    for name, value in state_dict.items():
-        key = f"{prefix}{name}"
+    for given, value in state_dict.items():
+        name = strip_wrapper_names(given)
+        key = prefix + name
+        axis = axes.get(given, axes.get(name))
         if name.endswith(extra_state_suffix):
             replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).replica_id
             sharded[key] = make_sharded_object_for_checkpoint(
@@ -263,9 +277,9 @@ def make_sharded_tensors_for_checkpoint(
                 f"key {key!r}: expected a tensor, got {type(value).__name__}. Only names that end "
                 f"with {extra_state_suffix!r} may have other objects"
             )
-        elif name in axes:
+        elif axis is not None:
             sharded[key] = make_tp_sharded_tensor_for_checkpoint(
-                value, key, axes[name], prepend_offsets=sharded_offsets, **groups
+                value, key, axis, prepend_offsets=sharded_offsets, **groups
             )
         elif is_dtensor(value):
             sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)

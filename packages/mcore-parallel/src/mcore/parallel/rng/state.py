@@ -7,12 +7,13 @@ exchanged inside a CUDA graph, because a replay advances the state that the hand
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from mcore.tensor.device import current_device
+from mcore.tensor.device import capture_query, current_device
 from mcore.versioning import internal_api
 
 RngState: TypeAlias = "Tensor | torch.Generator"
@@ -153,7 +154,7 @@ def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
     """Return a generator's plain state, or a handle that shares its state if the device can."""
     if not graph_safe:
         return generator.get_state()
-    if _can_share_state(generator.device.type):
+    if _can_share_state(generator.device):
         return generator.graphsafe_get_state()
     return generator.clone_state()
 
@@ -168,17 +169,20 @@ def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: boo
         )
     if isinstance(state, Tensor):
         generator.set_state(state)
-    elif _can_share_state(generator.device.type):
+    elif _can_share_state(generator.device):
         generator.graphsafe_set_state(state)
     else:
         generator.set_state(state.get_state())
 
 
 @functools.cache
-def _can_share_state(device_type: str) -> bool:
-    """Return whether generators of a device type can share one state. Checked once."""
+def _can_share_state(device: torch.device) -> bool:
+    """Return whether generators of a device can share one state. Checked once.
+
+    Asks the default generator: a new one must not be made while a graph is captured.
+    """
     try:
-        torch.Generator(device_type).graphsafe_get_state()
+        default_generator(device).graphsafe_get_state()
     except NotImplementedError:
         return False
     return True
@@ -187,6 +191,22 @@ def _can_share_state(device_type: str) -> bool:
 def clone_rng_state(state: RngState) -> RngState:
     """Return an independent copy of a state of either kind."""
     return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def read_generators(states: Iterable[RngState]) -> list[tuple[torch.Generator, Tensor]]:
+    """Return the generators among some states, each with its plain state.
+
+    RuntimeError while a graph is captured. Its replays would draw from the same handles, but
+    generators have no plain state that a graph could return to.
+    """
+    generators = [state for state in states if isinstance(state, torch.Generator)]
+    if any(capture_query(device)() for device in {one.device for one in generators}):
+        raise RuntimeError(
+            "random streams cannot be repeated inside a graph: its backward would draw other "
+            "numbers than its forward. Do not recompute activations inside the captured layer, or "
+            "run it without a graph"
+        )
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def require_graph_safe_generators(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from mcore.parallel.rng.state import (
     RngState,
     clone_rng_state,
     default_generator,
+    read_generators,
     read_rng_state,
     require_graph_safe_generators,
     resolve_rng_device,
@@ -281,8 +282,11 @@ class CudaRNGStatesTracker:
         """Return a reusable block in which all random numbers continue from this call.
 
         Inside it the streams, the open forks and the device's default numbers are as at this call.
-        After it they are as before the block. With CUDA graphs the streams inside are copies, which
-        are not registered with a graph.
+        After it they are as before the block. Graphs that are replayed inside it repeat their
+        numbers.
+
+        Raises:
+            RuntimeError: Streams that CUDA graphs can capture are used while a graph is captured.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -351,27 +355,37 @@ class _Moment(NamedTuple):
     current: RngState
 
     def copied(self) -> _Moment:
-        """Return a moment that does not change with this one."""
-        states, current = self.states, self.current
-        if isinstance(current, torch.Generator):  # plain states are never changed by draws
-            states = {name: clone_rng_state(state) for name, state in states.items()}
-            current = clone_rng_state(current)
-        return _Moment(dict(states), set(self.seeds), list(self.forks), current)
+        """Return a moment with copies of the collections, which the tracker changes in place."""
+        return _Moment(dict(self.states), set(self.seeds), list(self.forks), self.current)
+
+    def read_generators(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        """Return the generators, which draws advance, with their plain states."""
+        return read_generators([*self.states.values(), self.current])
 
 
 class _Snapshot(AbstractContextManager[None]):
-    """A reusable block in which a tracker is as it was when this object was made."""
+    """A reusable block in which a tracker is as it was when this object was made.
+
+    Generators stay the same objects, since graphs have registered them: their states are set.
+    """
 
     def __init__(self, tracker: CudaRNGStatesTracker) -> None:
         self._tracker, self._moment = tracker, tracker._capture_moment().copied()
-        self._outside: list[_Moment] = []
+        self._values = self._moment.read_generators()
+        self._outside: list[tuple[_Moment, list[tuple[torch.Generator, torch.Tensor]]]] = []
 
     def __enter__(self) -> None:
-        self._outside.append(self._tracker._capture_moment())
-        self._tracker._restore_moment(self._moment.copied())
+        outside = self._tracker._capture_moment()
+        self._outside.append((outside, outside.read_generators()))
+        self._restore(self._moment.copied(), self._values)
 
     def __exit__(self, *error: object) -> None:
-        self._tracker._restore_moment(self._outside.pop())
+        self._restore(*self._outside.pop())
+
+    def _restore(self, moment: _Moment, values: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        for generator, value in values:
+            generator.set_state(value)
+        self._tracker._restore_moment(moment)
 
 
 class _Fork(ContextDecorator):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mcore.parallel.rng.state import clone_rng_state
+from mcore.parallel.rng.state import clone_rng_state, read_generators
 from mcore.parallel.rng.tracker import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     RngTracker,
@@ -53,19 +53,25 @@ class _TESnapshot(AbstractContextManager[None]):
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
-        self._states, self._seeds = tracker.get_states(clone=True), set(tracker.seeds_)
-        self._outside: list[tuple[dict[str, Any], set[int]]] = []
+        self._moment = self._capture_moment()
+        self._outside: list[Any] = []
 
     def __enter__(self) -> None:
-        self._outside.append((self._tracker.get_states(), self._tracker.seeds_))
-        self._restore({n: clone_rng_state(s) for n, s in self._states.items()}, set(self._seeds))
+        self._outside.append(self._capture_moment())
+        self._restore(*self._moment)
 
     def __exit__(self, *error: object) -> None:
         self._restore(*self._outside.pop())
 
-    def _restore(self, states: dict[str, Any], seeds: set[int]) -> None:
+    def _capture_moment(self) -> tuple[dict[str, Any], set[int], list[Any]]:
+        states = self._tracker.get_states()
+        return states, set(self._tracker.seeds_), read_generators(states.values())
+
+    def _restore(self, states: dict[str, Any], seeds: set[int], values: list[Any]) -> None:
+        for generator, value in values:  # graphs have registered the generators
+            generator.set_state(value)
         self._tracker.set_states(states)
-        self._tracker.seeds_ = seeds
+        self._tracker.seeds_ = set(seeds)
 
 
 @functools.cache

@@ -41,7 +41,6 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _CHUNK_SIZE = 2048 * 32  # the default of apex. Its kernels require a chunk size
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def local_multi_tensor_applier(
@@ -121,7 +120,7 @@ def local_multi_tensor_l2_norm(
     parts = [norms_of(_pick(tensors, group), _pick(lengths, group)) for group in groups]
     norm = _join_norms(parts, device)
     if flag is not None:
-        _raise_unless(norm.le(_LARGEST_FLOAT32), flag)
+        _raise_if(norm - norm, flag)  # NaN unless the norm is finite
     if not per_tensor:
         return norm, torch.empty(0, dtype=torch.float32, device=device)
     here = [moved(part.to(torch.float32), device) for part in parts]
@@ -180,9 +179,9 @@ def local_multi_tensor_scale(
     groups = list(_group_pairs(*_check_pairs(checked_tensor_lists(tensor_lists))))
     check_data([tensors[0] for group in groups for tensors in group], flag, scale)
     for sources, destinations in groups:
-        all_finite = scaled_copy(sources, destinations, factor)
+        non_finite = scaled_copy(sources, destinations, factor)
         if flag is not None:
-            _raise_unless(all_finite, flag)
+            _raise_if(non_finite, flag)
 
 
 @torch.no_grad()
@@ -226,11 +225,10 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     by_shards: dict[_Shards | None, list[Tensor]] = {}
     for tensor, key in zip(local, shards, strict=True):
         by_shards.setdefault(key, []).append(tensor)
-    squares = [
-        _sum_over_shards(_sum_of_squares(members), key) for key, members in by_shards.items()
-    ]
-    total = _sum([moved(square, device) for square in squares])
-    return total.sqrt().to(torch.float32).reshape(())
+    norms: list[Tensor] = []
+    for key, members in by_shards.items():
+        norms += _norms_over_shards(members, key)
+    return _norm_of([moved(norm, device) for norm in norms], device)
 
 
 def _find_split_dims(tensor: Tensor, index: int) -> _Shards | None:
@@ -251,38 +249,46 @@ def _find_split_dims(tensor: Tensor, index: int) -> _Shards | None:
     return mesh, tuple(dims)
 
 
-def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of all squares, of shape [1] on the device of the first tensor."""
-    device = tensors[0].device
+def _norms_over_shards(tensors: list[Tensor], shards: _Shards | None) -> list[Tensor]:
+    """Return one-dimensional norms of all elements, over the ranks that hold the shards."""
     lengths = [tensor.numel() for tensor in tensors]
-    sums = [_zero(device)]
-    for group in _group_filled(tensors, lengths):
-        # In float64: the square of a float32 norm above 1.8e19 overflows float32.
-        norms = norms_of_pieces(_pick(tensors, group), _pick(lengths, group))
-        square = norms.to(_zero(norms.device).dtype).square().sum(0, keepdim=True)
-        sums.append(moved(square, device))
-    return _sum(sums)
+    norms = [
+        norms_of_pieces(_pick(tensors, group), _pick(lengths, group))
+        for group in _group_filled(tensors, lengths)
+    ]
+    if shards is None or not shards[1]:
+        return norms
+    mesh, dims = shards
+    device = tensors[0].device
+    square = _norm_of(
+        [moved(norm, device) for norm in norms], device, _widest_dtype(device)
+    ).square()
+    for dim in dims:
+        torch.distributed.all_reduce(square, group=mesh.get_group(dim))
+    return [square.sqrt_().view(1)]
 
 
-def _zero(device: torch.device) -> Tensor:
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-    return torch.zeros(1, dtype=dtype, device=device)
+def _norm_of(
+    norms: list[Tensor], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the norm of norms without dimensions.
+
+    Computed in float64: the square of a float32 norm above 1.8e19 overflows float32.
+    """
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=device)
+    joined = norms[0] if len(norms) == 1 else torch.cat(norms)
+    total: Tensor = torch.linalg.vector_norm(joined, dtype=_widest_dtype(device))
+    return total.to(dtype)
 
 
-def _sum_over_shards(squares: Tensor, shards: _Shards | None) -> Tensor:
-    """Return the sum over the ranks that hold the shards, the same on each of them."""
-    if shards is not None:
-        mesh, dims = shards
-        for dim in dims:
-            torch.distributed.all_reduce(squares, group=mesh.get_group(dim))
-    return squares
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
 
 
-def _raise_unless(all_finite: Tensor, flag: Tensor) -> None:
-    overflow = all_finite.logical_not_()
-    if overflow.shape != flag.shape:
-        overflow = overflow.view(flag.shape)
-    flag.masked_fill_(moved(overflow, flag.device), 1)
+def _raise_if(condition: Tensor, flag: Tensor) -> None:
+    """Set the flag to 1 if a number is not 0. NaN is not 0."""
+    flag.logical_or_(moved(condition.view(flag.shape), flag.device))
 
 
 def _join_norms(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ _ACCELERATOR_BLOCK = 1 << 24  # limits the memory of the wide products for a nar
 
 
 def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float | Tensor) -> Tensor:
-    """Write ``source * scale`` into each destination. Return a bool tensor: all sources are finite.
+    """Write ``source * scale`` into each destination. Return a 0-d tensor: not 0 if one overflowed.
 
     Either all destinations are their sources or none is. The product is rounded once.
     """
@@ -34,22 +34,28 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
     length = sum(source.numel() for source in sources)
     multiply = _CheckedMultiply(scale, wide, device, length, are_traced(sources))
-    if sources[0] is destinations[0]:
+    # CUDA has no fused operation for bfloat16: it goes through wide products there.
+    is_fused = device.type == "cpu" or dtype != torch.bfloat16
+    if sources[0] is destinations[0] and is_fused:
         multiply.in_place(destinations)
     elif device.type == "cpu":
         _scale_on_cpu(sources, destinations, multiply)
     else:
         sources, destinations = _cut(sources, destinations, _ACCELERATOR_BLOCK)
         for batch in _split_into_batches(sources, _ACCELERATOR_BLOCK):
-            _scale_batch(sources[batch], destinations[batch], multiply)
-    return multiply.all_finite()
+            _scale_batch(sources[batch], destinations[batch], multiply, is_fused)
+    return multiply.non_finite()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, without waiting for a copy to an accelerator."""
+    """Return a tensor on a device, without waiting for a copy to an accelerator.
+
+    A copy from pinned memory is waited for: it reads the memory when the caller may be writing it.
+    """
     if tensor.device == device:
         return tensor
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    reads_late = tensor.device.type == "cpu" and tensor.is_pinned()
+    return tensor.to(device, non_blocking=device.type != "cpu" and not reads_late)
 
 
 class _CheckedMultiply:
@@ -66,25 +72,31 @@ class _CheckedMultiply:
         self.dtype = dtype
         self.is_traced = is_traced
         self.is_identity = not isinstance(scale, Tensor) and scale == 1
+        self._extremes: list[Tensor] = []
+        self.scratch = Scratch(min(length, _CPU_BLOCK))
         if isinstance(scale, Tensor):
             self._factor = moved(scale.reshape(()), device).to(dtype)
+        elif dtype == torch.float32 and abs(scale) <= torch.finfo(dtype).max:
+            # Both scalars with one kernel, since on an accelerator each costs a launch.
+            self._non_finite, self._factor = torch.linspace(
+                0, scale, 2, dtype=dtype, device=device
+            ).unbind()
+            return
         else:
             if abs(scale) > torch.finfo(dtype).max:  # torch.full refuses a finite number like that
                 scale = math.copysign(math.inf, scale)
             self._factor = torch.full((), scale, dtype=dtype, device=device)
-        self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
-        self._extremes: list[Tensor] = []
-        self.scratch = Scratch(min(length, _CPU_BLOCK))
+        self._non_finite = torch.zeros((), dtype=torch.float32, device=device)
 
     def in_place(self, tensors: list[Tensor]) -> None:
         check_and_multiply = torch._amp_foreach_non_finite_check_and_unscale_
         torch.autograd.graph.increment_version(tensors)  # the fused operation does not
         if self.dtype == torch.float32:
-            check_and_multiply(tensors, self._found_non_finite, self._factor)
+            check_and_multiply(tensors, self._non_finite, self._factor)
             return
         # The fused operation accepts only a float32 factor: it checks here, and the multiplication
         # in float64 is a separate operation.
-        check_and_multiply(tensors, self._found_non_finite, torch.ones_like(self._found_non_finite))
+        check_and_multiply(tensors, self._non_finite, torch.ones_like(self._non_finite))
         torch._foreach_mul_(tensors, self._factor)
 
     def into(self, source: Tensor, product: Tensor) -> None:
@@ -101,11 +113,11 @@ class _CheckedMultiply:
         if not math.isfinite(total):
             self._extremes.extend(torch.aminmax(source))
 
-    def all_finite(self) -> Tensor:
-        finite = self._found_non_finite.eq(0)
-        if self._extremes:
-            finite = finite.logical_and(torch.stack(self._extremes).isfinite().all())
-        return finite
+    def non_finite(self) -> Tensor:
+        if not self._extremes:
+            return self._non_finite
+        finite = torch.stack(self._extremes).isfinite().all()
+        return self._non_finite.logical_or(finite.logical_not())
 
 
 def _scale_on_cpu(
@@ -178,11 +190,22 @@ def _scale_pack(
 
 
 def _scale_batch(
-    sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
+    sources: list[Tensor],
+    destinations: list[Tensor],
+    multiply: _CheckedMultiply,
+    is_fused: bool = True,
 ) -> None:
     products = destinations
-    if destinations[0].dtype not in (sources[0].dtype, multiply.dtype):
-        products = [torch.empty_like(tensor, dtype=multiply.dtype) for tensor in destinations]
+    if not is_fused or destinations[0].dtype not in (sources[0].dtype, multiply.dtype):
+        lengths = [tensor.numel() for tensor in destinations]
+        joined = torch.empty(sum(lengths), dtype=multiply.dtype, device=destinations[0].device)
+        products = [
+            # Copies of many tensors take one kernel only if all pairs have equal strides.
+            piece.view(tensor.shape)
+            if tensor.is_contiguous()
+            else torch.empty_like(tensor, dtype=multiply.dtype)
+            for piece, tensor in zip(torch.split(joined, lengths), destinations, strict=True)
+        ]
     torch._foreach_copy_(products, sources)
     multiply.in_place(products)
     if products is not destinations:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
 from mcore.parallel.shortened import titled_list
 
-_ORIGINAL = "_orig_mod"  # the attribute of torch.compile for the compiled module
-_CHECKPOINTED = "_checkpoint_wrapped_module."
 _FSDP1 = "_fsdp_wrapped_module"
 
 
@@ -82,16 +81,17 @@ def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
     in_place: set[int] = set()
     clashes = []
     for module in modules:
-        name_of = _make_naming(module)
+        name_of_key = _make_naming(module, of_keys=True)
+        name_of_path = _make_naming(module, of_keys=False)
         # Autograd records which parameters a tensor of a hook is computed from. state_dict() also
         # makes fully_shard restore its shards, so the parameters are listed after it.
         with torch.enable_grad():
             found = module.state_dict(keep_vars=True)
         in_place.update(map(id, [*module.parameters(), *module.buffers()]))
         for path, parameter in module.named_parameters(remove_duplicate=False):
-            parameters.setdefault(parameter, []).append(name_of(path))
+            parameters.setdefault(parameter, []).append(name_of_path(path))
         for key, value in found.items():
-            name = name_of(key)
+            name = name_of_key(key)
             if name in leaves and leaves[name].value is not value:
                 clashes.append(name)
             leaves[name] = _Leaf(value, module, key)
@@ -145,22 +145,22 @@ def _list_modules(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return given
 
 
-def _make_naming(module: nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the prefixes of wrappers from a key of a module."""
+def _make_naming(module: nn.Module, *, of_keys: bool) -> Callable[[str], str]:
+    """Return a function that drops wrappers from keys, or else from parameters' names."""
     wrappers: dict[str, str] = {}  # the prefix of each wrapped module, and it without the wrapper
     for path, inner in module.named_modules():
-        child = ""
-        if _ORIGINAL in vars(inner).get("_modules", {}):
-            child = _ORIGINAL
-        elif isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            child = "module"
-        if child:
-            outer = f"{path}." if path else ""
-            wrappers[f"{outer}{child}."] = outer
+        children: Iterable[str] = ()
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            children = ("module",)
+        elif not of_keys and (modifiers := getattr(inner, "_fqn_modifiers", None)):
+            # Declared to torch.distributed.checkpoint: children that keys omit.
+            children = modifiers().values()
+        outer = strip_wrapper_names(f"{path}." if path else "")
+        wrappers.update((f"{outer}{child}.", outer) for child in children)
     wrappers = dict(sorted(wrappers.items(), reverse=True))  # inner wrappers first
 
     def name_of(key: str) -> str:
-        name = key.replace(_CHECKPOINTED, "")
+        name = strip_wrapper_names(key)
         for inner, outer in wrappers.items():
             if name.startswith(inner):
                 name = outer + name.removeprefix(inner)

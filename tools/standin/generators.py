@@ -1,0 +1,102 @@
+"""Generators of the stand-in: as on CUDA, several generators may share one state."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from standin.guard import current_index
+from standin.memory import COUNT, NAME
+
+_TorchGenerator: Any = torch.Generator
+
+
+class _Kind(type(_TorchGenerator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return type(value).__mro__.__contains__(_TorchGenerator)
+
+
+class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
+    """A generator of any device. Numbers of the stand-in are those that the CPU would draw."""
+
+    state: Any
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Return one of torch's if the device is another."""
+        device = torch.device(device)
+        if device.type != NAME:
+            return _TorchGenerator(device)
+        self = _TorchGenerator.__new__(cls, "cpu")
+        self.place = torch.device(NAME, current_index() if device.index is None else device.index)
+        self.state = _TorchGenerator("cpu")
+        _made[self._cdata] = self
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the stand-in."""
+        place: torch.device = self.place
+        return place
+
+    def _like(self, state: Any) -> Generator:
+        other: Generator = Generator(self.place)
+        other.state = state
+        return other
+
+    def manual_seed(self, seed: int) -> Generator:
+        """Start from a seed."""
+        self.state.manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        """Start from a random seed."""
+        return int(self.state.seed())
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        return int(self.state.initial_seed())
+
+    def get_state(self) -> torch.Tensor:
+        """Return a copy of the state, on the CPU."""
+        copied: torch.Tensor = self.state.get_state()
+        return copied
+
+    def set_state(self, state: torch.Tensor) -> Generator:
+        """Continue from a copied state."""
+        if state.device.type != "cpu":
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        self.state.set_state(state)
+        return self
+
+    def graphsafe_get_state(self) -> Generator:
+        """Return a generator that shares the state."""
+        return self._like(self.state)
+
+    def graphsafe_set_state(self, other: Generator) -> Generator:
+        """Share the state of another generator."""
+        self.state = other.state
+        return self
+
+    def clone_state(self) -> Generator:
+        """Return a generator with an independent copy of the state."""
+        return self._like(self.state.clone_state())
+
+
+_made: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
+default_generators: list[Generator] = []
+
+
+def find_state(generator: Any) -> Any:
+    """Return the generator of the CPU that draws for one of the stand-in, None for others.
+
+    Torch's dispatcher passes a generator on without its Python class.
+    """
+    found = None if generator is None else _made.get(generator._cdata)
+    return None if found is None else found.state
+
+
+def make_default_generators() -> None:
+    """Make a generator for each device, which must have its name by then."""
+    default_generators[:] = [Generator(torch.device(NAME, index)) for index in range(COUNT)]

@@ -1,0 +1,104 @@
+"""The current device of each thread, also for torch's C++.
+
+``torch.utils.backend_registration`` makes a guard for devices in Python. Its methods in C++ return
+device 0 of one. The vtable of that guard is replaced by a copy with two devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from standin.memory import COUNT
+
+_HEADER = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_PRIVATE_USE_1 = 20  # c10::DeviceType
+# Not threading.local: it forgets a thread of autograd between two calls.
+_current: dict[int, int] = {}
+_keep: list[Any] = []
+
+
+def current_index() -> int:
+    """Return the index of the current device of this thread."""
+    return _current.get(threading.get_ident(), 0)
+
+
+def set_current_index(index: int) -> None:
+    """Make a device current in this thread."""
+    if not 0 <= index < COUNT:
+        raise RuntimeError(f"invalid device ordinal: {index}, there are {COUNT} devices")
+    _current[threading.get_ident()] = index
+
+
+def extend_guard() -> None:
+    """Give the registered guard ``COUNT`` devices, one of which is current in each thread."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    registry = ctypes.cast(ctypes.addressof(ctypes.c_char.in_dll(c10, _REGISTRY)), _POINTERS)
+    guard = ctypes.cast(registry[_PRIVATE_USE_1], _POINTERS)
+    slots = _read_slots()
+    # Two entries before the first slot describe the type, two after the last are destructors.
+    size = ctypes.sizeof(ctypes.c_void_p)
+    old = ctypes.cast(guard[0] - 2 * size, _POINTERS)
+    table = (ctypes.c_void_p * (len(slots) + 4))(*(old[i] for i in range(len(slots) + 4)))
+    for name, function in _METHODS.items():
+        table[2 + slots.index(name)] = ctypes.cast(function, ctypes.c_void_p).value
+    _keep.append(table)
+    guard[0] = ctypes.addressof(table) + 2 * size
+
+
+def _read_slots() -> list[str]:
+    """Return the virtual methods of a guard in the order of their declaration."""
+    text = _HEADER.read_text()
+    body = text[text.index("struct C10_API DeviceGuardImplInterface") :]
+    body = body[: body.index("virtual ~DeviceGuardImplInterface")]
+    body = re.sub(r"/\*.*?\*/|//[^\n]*", "", body, flags=re.DOTALL)
+    return re.findall(r"virtual [\w:*\s]*?(\w+)\(", body)
+
+
+def find_problem() -> str | None:
+    """Return why this torch cannot have the stand-in, None if it can."""
+    if not hasattr(torch.utils, "backend_registration") or not hasattr(
+        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
+    ):
+        return f"torch {torch.__version__} has no devices written in Python"
+    if not _HEADER.exists() or not {"deviceCount", "setDevice"} <= set(_read_slots()):
+        return f"torch {torch.__version__} has no {_HEADER.name} that is understood"
+    if torch._C._get_accelerator().type != "cpu" or torch.version.cuda is not None:
+        return "torch has another accelerator"
+    return None
+
+
+_POINTERS = ctypes.POINTER(ctypes.c_void_p)
+_THIS = ctypes.c_void_p
+_DEVICE = ctypes.c_uint16  # c10::Device: two bytes, type and index
+
+
+def _pack(index: int) -> int:
+    return _PRIVATE_USE_1 | index << 8
+
+
+def _exchange(_: int, device: int) -> int:
+    previous = current_index()
+    _select(_, device)
+    return _pack(previous)
+
+
+def _select(_: int, device: int) -> None:
+    index = device >> 8
+    if index < COUNT:  # 255 means none
+        _current[threading.get_ident()] = index
+
+
+_METHODS = {
+    "exchangeDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS, _DEVICE)(_exchange),
+    "getDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS)(lambda _: _pack(current_index())),
+    "setDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
+    "uncheckedSetDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
+    "deviceCount": ctypes.CFUNCTYPE(ctypes.c_int8, _THIS)(lambda _: COUNT),
+}
