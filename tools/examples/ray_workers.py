@@ -50,7 +50,9 @@ def train_worker(settings: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            log.log_step({"loss": loss}, lr=optimizer.param_groups[0]["lr"])
+            mean_loss = loss.detach() / ranks
+            dist.all_reduce(mean_loss)
+            log.log_step({"loss": mean_loss}, lr=optimizer.param_groups[0]["lr"])
             checkpoints.save(model, optimizer, step=step, log=log)
             if step % REPORT_EVERY == 0:
                 detector.report(0.0, REPORT_EVERY)

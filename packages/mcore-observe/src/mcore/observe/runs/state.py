@@ -295,8 +295,8 @@ class GlobalState:
     ) -> None:
         """Count a step and log it. All ranks call it after every step, or every few steps.
 
-        It logs like :func:`mcore.observe.training_log` and keeps the counters, the sums and the time
-        stamps of the loop. At a step that logs, the losses of the ranks are reduced by one
+        It logs like :func:`mcore.observe.training_log` and keeps the counters, the sums and the
+        time stamps of the loop. At a step that logs, the losses of the ranks are reduced by one
         all-gather over the world, the same that the readable line needs.
 
         Args:
