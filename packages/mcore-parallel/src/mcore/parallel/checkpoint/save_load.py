@@ -7,30 +7,27 @@ import os
 import pickle
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from mcore.parallel.checkpoint.async_save import SaveHandle, start_async_save
 from mcore.parallel.checkpoint.errors import (
     CheckpointingException,
-    DamagedCheckpointError,
-    describe_error,
+    name_checkpoint,
+    raise_as_damage,
 )
 from mcore.parallel.checkpoint.files.index import (
     file_problems,
     format_keys,
     parse_index,
     read_index_file,
+    whole_file_problems,
 )
 from mcore.parallel.checkpoint.files.manifest import Index
-from mcore.parallel.checkpoint.files.pieces import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,
-    is_unreachable,
-    open_regular,
     place_of,
 )
 from mcore.parallel.checkpoint.files.save_place import (
@@ -312,7 +309,7 @@ def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
     def read() -> list[bytes]:
         nonlocal directory
         directory = place_of(path)
-        with _raise_as_damage():
+        with raise_as_damage():
             if not team.is_first:
                 return [b""]
             if is_incomplete_name(directory.name):
@@ -322,13 +319,13 @@ def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
             return [read_index_file(directory)]
 
     def parse() -> Index:
-        with _raise_as_damage():
+        with raise_as_damage():
             index = parse_index(directory, raw)
             if team.is_first:
                 _check_files(directory, index)
         return index
 
-    with _name_checkpoint(path):
+    with name_checkpoint(path):
         [raw] = team.share(read)
         return directory, team.agree(parse)
 
@@ -360,38 +357,19 @@ def load_opened(
         planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
         plan = planner.create_local_plan()
         _reject_empty_optimizer((), sd, index.keys)
-        with _raise_as_damage():
+        with raise_as_damage():
             reader.check_plan(plan)
             reader.read_objects(plan, planner)
         expected = planner.wanted.union(accounted)
         return (reader, plan), [key in expected for key in index.keys]
 
-    with _name_checkpoint(directory):
+    with name_checkpoint(directory):
         (reader, plan), expected = team.agree_any(plan_reads, len(index.keys))
         extra = [key for key, flag in zip(index.keys, expected, strict=True) if not flag]
         if extra:  # ``extra`` is equal on all ranks, ``unexpected`` may not be
             team.agree(lambda: _handle_unexpected(extra, unexpected, team))
         _fill(reader, plan, planner, team)
     return planner.loaded_state_dict()
-
-
-@contextmanager
-def _name_checkpoint(path: PathLike) -> Iterator[None]:
-    """Add the path of the checkpoint to an error, whose type is the same on all ranks."""
-    try:
-        yield
-    except CheckpointingException as error:
-        raise type(error)(f"cannot load {path}: {error}") from error
-
-
-@contextmanager
-def _raise_as_damage() -> Iterator[None]:
-    """Raise any error as damage of the checkpoint, unless a storage does not respond."""
-    try:
-        yield
-    except Exception as error:
-        kind = CheckpointingException if is_unreachable(error) else DamagedCheckpointError
-        raise kind(describe_error(error)) from error
 
 
 def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> None:
@@ -409,12 +387,11 @@ def _check_files(directory: Place, index: Index) -> None:
         ]
         held = f"; {format_keys(inside)}" if inside else ""
         raise CheckpointingException(f"{problem}{held}. Take another checkpoint")
-    for name, checksum in index.whole_files.items():
-        with open_regular(directory / name) as stream:
-            if checksum_in(stream, 0, index.files[name], Scratch()) != checksum:
-                raise CheckpointingException(
-                    f"{directory / name} has changed since it was saved. Take another checkpoint"
-                )
+    for name, problem in whole_file_problems(directory, index):
+        raise CheckpointingException(
+            f"{directory / name} has changed since it was saved ({problem}). Take another "
+            "checkpoint"
+        )
 
 
 def _reject_empty_optimizer(
@@ -454,7 +431,7 @@ def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team)
 
 def _fill(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner, team: Team) -> None:
     def fill() -> None:
-        with _raise_as_damage():
+        with raise_as_damage():
             reader.read_tensors(planner.finish_plan(plan), planner)
 
     try:

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    describe_error,
+    find_passing,
+    is_lasting,
+)
 from mcore.parallel.checkpoint.files.manifest import (
     DTYPES,
     MANIFEST_FILE,
@@ -29,7 +34,14 @@ from mcore.parallel.checkpoint.files.manifest import (
     is_plain_name,
 )
 from mcore.parallel.checkpoint.files.pieces import FileSlice, Scratch, checksum_in
-from mcore.parallel.checkpoint.files.places import Place, RemotePath, read_regular, size_problems
+from mcore.parallel.checkpoint.files.places import (
+    Place,
+    RemotePath,
+    open_regular,
+    read_regular,
+    size_problems,
+    without_damage,
+)
 from mcore.parallel.checkpoint.objects import object_kind
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
@@ -199,7 +211,9 @@ def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
     """Return the path of each key in nested dicts and lists, as far as an index has it."""
     try:
         paths = _unpickle_metadata(content).state.get("planner_data")
-    except Exception:  # a damaged or hostile pickle can raise anything
+    except Exception as error:  # a damaged or hostile pickle can raise anything
+        if find_passing(error):
+            raise
         return {}
     return {
         name: path
@@ -222,7 +236,7 @@ def read_index_file(directory: Place) -> bytes:
         return read_regular(manifest, MANIFEST_START)
     if _has_name(metadata):
         return read_regular(metadata, PICKLE_START)
-    if not directory.exists():
+    if not _has_name(directory):
         problem = "does not exist. list_checkpoints(...) lists the checkpoints of a run"
     elif not directory.is_dir():
         problem = "cannot be read: it is not a directory"
@@ -261,6 +275,21 @@ def file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
     return size_problems(directory, index.files, at_least=not index.has_checksums)
 
 
+def whole_file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file without pieces that has changed, and the problem."""
+    for name, checksum in index.whole_files.items():
+        try:
+            with open_regular(directory / name) as stream:
+                found = checksum_in(stream, 0, index.files[name], Scratch())
+        except (OSError, EOFError) as error:
+            if without_damage(directory / name, error) is not None:
+                raise
+            yield name, describe_error(error)
+        else:
+            if found != checksum:
+                yield name, "its checksum differs"
+
+
 def piece_problem(
     stream: Any, key: str, piece: Piece, has_checksums: bool, scratch: Scratch
 ) -> str | None:
@@ -287,9 +316,14 @@ def format_keys(keys: Iterable[str]) -> str:
 def _has_name(path: Place) -> bool:
     """Return whether a name exists; a broken link counts."""
     try:
-        return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+        if isinstance(path, RemotePath):
+            return path.exists()
+        os.lstat(path)
     except OSError as error:
+        if is_lasting(error):
+            return False
         raise CheckpointingException(f"{path} cannot be read ({error.strerror})") from error
+    return True
 
 
 def _list_keys(root: _Record) -> dict[str, StoredKey]:

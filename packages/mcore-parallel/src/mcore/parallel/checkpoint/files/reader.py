@@ -22,7 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    IntactContentError,
+    describe_error,
+)
 from mcore.parallel.checkpoint.files.index import format_keys, piece_problem
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.pieces import (
@@ -33,7 +37,13 @@ from mcore.parallel.checkpoint.files.pieces import (
     read_shard,
     read_slice,
 )
-from mcore.parallel.checkpoint.files.places import Place, open_regular, size_problem
+from mcore.parallel.checkpoint.files.places import (
+    Place,
+    hint_at_another,
+    open_regular,
+    size_problem,
+    without_damage,
+)
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.torch_compat import file_part
 
@@ -120,9 +130,15 @@ class CheckedReader:
                     if one.piece.transforms:
                         self._read_as_torch(one, planner)
                         continue
-                    content = FileSlice(stream, one.piece.at, one.piece.length)
-                    for item in one.items:
-                        planner.load_bytes(item, io.BytesIO(content.read()))
+                    with self._name_problems(one):
+                        content = FileSlice(stream, one.piece.at, one.piece.length).read()
+                    try:
+                        for item in one.items:
+                            planner.load_bytes(item, io.BytesIO(content))
+                    except CheckpointingException as error:
+                        # Damage only if the bytes are not those that were saved.
+                        self._check(stream, one)
+                        raise IntactContentError(str(error)) from error
 
     def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
         """Read the tensors of a plan into their targets."""
@@ -170,10 +186,12 @@ class CheckedReader:
         except CheckpointingException:
             raise
         except errors as error:
+            path = self._directory / wanted.piece.file
+            cause = without_damage(path, error)
             raise CheckpointingException(
-                f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
-                f"({describe_error(error)}). Take another checkpoint"
-            ) from error
+                f"{path}: key {wanted.key!r} cannot be read ({describe_error(error)})"
+                f"{hint_at_another(cause)}"
+            ) from cause
 
     def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         piece, dtype = wanted.piece, wanted.dtype
@@ -220,7 +238,7 @@ class CheckedReader:
     def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
         """Read an archive by torch's reader, which undoes transforms such as compression."""
         if not isinstance(self._directory, Path):
-            raise CheckpointingException(
+            raise IntactContentError(
                 f"{self._directory}: key {wanted.key!r} was stored through "
                 f"{', '.join(wanted.piece.transforms)}. Load it from a copy on a local file system"
             )

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE
 from mcore.parallel.checkpoint.files.places import Place, RemotePath, size_problems
@@ -27,6 +27,8 @@ from mcore.parallel.torch_compat import METADATA_FILE
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+# The errors of file systems without a sync of directories.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 _AT_ONCE_BYTES = 1 << 24
 _INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
 _REMOTE_PAYLOAD = re.compile(r"__\d+_0-[0-9a-f]{16}\.distcp")
@@ -194,9 +196,14 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on storage. Windows has no such call."""
-    if os.name != "nt":
+    """Wait until the names in a directory are on storage, if the system has such a call."""
+    if os.name == "nt":
+        return
+    try:
         sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -247,5 +254,19 @@ def make_directories(path: Path) -> None:
 def publish(incomplete: Path, final: Path) -> None:
     """Rename a directory of synced files to its final name, in one step."""
     sync_directory(incomplete)
-    incomplete.rename(final)
-    sync_directory(final.parent)
+    try:
+        incomplete.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise CheckpointingException(
+            f"{final} was made by another program during the save, and is not overwritten"
+        ) from error
+    try:
+        sync_directory(final.parent)
+    except OSError as error:
+        raise CheckpointingException(
+            f"{final} is there and complete, but it is not yet known to be on the disk: its folder "
+            f"cannot be synced ({describe_error(error)}). Do not delete older checkpoints before "
+            "the storage is checked"
+        ) from error

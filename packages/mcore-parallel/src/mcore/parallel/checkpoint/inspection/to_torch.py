@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
 from mcore.parallel.checkpoint.files.index import PICKLE_START, nested_paths
 from mcore.parallel.checkpoint.files.places import PathLike, Place, local_path, read_regular
 from mcore.parallel.checkpoint.inspection.contents import Contents, num_bytes_of
@@ -53,7 +53,9 @@ def _read_metadata(directory: Place) -> bytes:
     """Return torch's index, which has the nesting of a state dict, or nothing without one."""
     try:
         return read_regular(directory / METADATA_FILE, PICKLE_START)
-    except CheckpointingException:
+    except CheckpointingException as error:
+        if find_passing(error):
+            raise
         return b""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -171,9 +172,19 @@ class ShardedLoadPlanner(LoadPlanner):
             kind = self._kinds.get(name, ShardedObject)
             found = kind.decode(value, weights_only=self._weights_only)
         except Exception as error:
-            hint = ". Pass weights_only=False if you trust the file" if self._weights_only else ""
+            # Of a refusal, torch's text has a page of advice around the name of the class.
+            refused = re.search(r"Unsupported \w+: GLOBAL ([\w.]+)", str(error))
+            if self._weights_only and refused:
+                problem = f": it holds a {refused[1]}, and that may run code"
+                remedy = "Pass weights_only=False if you trust the file"
+            elif isinstance(error, ImportError | AttributeError):
+                problem = f": this program lacks its class ({describe_error(error)})"
+                remedy = "Make the class importable under that name"
+            else:
+                problem = f" ({describe_error(error)})"
+                remedy = "Load it with the version of the program that saved it"
             raise CheckpointingException(
-                f"key {name!r} cannot be unpickled ({describe_error(error)}){hint}"
+                f"key {name!r} cannot be unpickled{problem}. {remedy}, or leave the key out"
             ) from error
         if self.has_listed_objects and type(found) is list and len(found) == 1:
             [found] = found

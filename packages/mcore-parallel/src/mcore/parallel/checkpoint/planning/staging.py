@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
@@ -89,7 +90,7 @@ def stage_entries(entries: Entries, *, is_first: bool, weights_only: bool) -> En
 def _stage_shard(shard: ShardedTensor) -> ShardedTensor:
     if shard.data is None or not is_main_replica(shard.replica_id):
         return shard.without_data()
-    return replace(shard, data=to_local_if_dtensor(shard.data).detach().to("cpu", copy=True))
+    return replace(shard, data=start_host_copy(to_local_if_dtensor(shard.data)))
 
 
 def _stage_object(obj: ShardedObject, weights_only: bool) -> ShardedObject:
@@ -103,7 +104,7 @@ def _stage_common(name: str, value: Any, is_written: bool, weights_only: bool) -
     if not is_written:
         return StagedValue(digest, None)
     if isinstance(value, torch.Tensor):
-        return StagedValue(digest, value.detach().to("cpu", copy=True))
+        return StagedValue(digest, start_host_copy(value))
     return StagedValue(digest, serialize(name, value, weights_only=weights_only))
 
 
@@ -112,7 +113,10 @@ def digest_of(value: Any) -> bytes:
     hasher = xxhash.xxh3_64(f"<{type(value).__name__}>".encode())
     if isinstance(value, torch.Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        if not value.is_meta:
+        if hasattr(value, "__tensor_flatten__"):  # a subclass that consists of tensors
+            for name in value.__tensor_flatten__()[0]:
+                hasher.update(digest_of(getattr(value, name)))
+        elif not value.is_meta:
             hasher.update(memory_of(row_major_on_cpu(value)))
     elif isinstance(value, Mapping):
         for entry in sorted(digest_of(key) + digest_of(item) for key, item in value.items()):

@@ -31,11 +31,12 @@ from mcore.tensor.device import current_device
 from mcore.tensor.dtensor import is_dtensor
 
 RANDOM_STATE = "random_state"
+OPTIMIZER_ENTRIES = "optimizer_entries"
 _ARGUMENTS = (
     "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
     "weights_only"
 )
-_TAKEN = frozenset({RANDOM_STATE, *_ARGUMENTS.split()})
+_TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 
 
 def check_names(values: Mapping[str, Any]) -> None:
@@ -69,15 +70,20 @@ def _has_shards(node: Any) -> bool:
     return isinstance(node, ShardedBase) or is_dtensor(node)
 
 
-def states_to_save(values: Mapping[str, Any], team: Team) -> dict[str, Any]:
+def states_to_save(
+    values: Mapping[str, Any], team: Team, entries: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the states of values. A state that differs between ranks is saved for each rank.
+
+    ``entries`` are those of the optimizers, empty if no rank has any.
 
     Collective over the team: two all-reduces of 64 numbers or more.
     """
 
     def collect() -> dict[str, Any]:
         check_names(values)
-        return {name: state_of(name, value) for name, value in sorted(values.items())}
+        found = {name: state_of(name, value) for name, value in sorted(values.items())}
+        return {**found, OPTIMIZER_ENTRIES: OneLeaf(entries)} if entries else found
 
     states = team.agree(collect)
     leaves = {name: one.value for name, one in states.items() if isinstance(one, OneLeaf)}

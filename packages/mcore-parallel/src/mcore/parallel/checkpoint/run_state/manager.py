@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    DamagedCheckpointError,
+    name_checkpoint,
+)
 from mcore.parallel.checkpoint.files.directory import keep_last, remove_incomplete
 from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
 from mcore.parallel.checkpoint.run_state.training_state import (
@@ -220,7 +224,8 @@ class CheckpointManager:
             names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
             return [json.dumps(names).encode()]
 
-        [shared] = team.share(list_names)
+        with name_checkpoint(self.root):
+            [shared] = team.share(list_names)
         return [self.root / name for name in json.loads(shared)]
 
     def _make_room(self, path: Place) -> None:
@@ -254,8 +259,12 @@ class CheckpointManager:
             return
         try:
             change()
-        except OSError as error:
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
+        except (CheckpointingException, OSError) as error:
+            logger.warning(
+                "old checkpoints in %s were not looked at, or cannot be deleted: %s",
+                self.root,
+                error,
+            )
 
 
 def _check_whole_number(name: str, given: Any, least: int) -> int:

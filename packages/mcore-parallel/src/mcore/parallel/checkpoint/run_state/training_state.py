@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.run_state.extra_values import (
+    OPTIMIZER_ENTRIES,
     RANDOM_STATE,
     StoredValues,
     check_names,
@@ -78,7 +79,10 @@ def save_training_state(
         model: A module, plain or under DistributedDataParallel, ``fully_shard``, tensor parallelism
             of DTensors, or torch.compile. Or the list of a pipeline rank's chunks, with the names
             of the whole model.
-        optimizer: A torch optimizer over the model's parameters, or several as a list.
+        optimizer: A torch optimizer over the model's parameters, or several as a list. Also
+            ZeroRedundancyOptimizer, torchtitan's OptimizersContainer, and optimizers with hooks or
+            an overridden ``state_dict``. An optimizer with state that could not be loaded is
+            refused.
         step: The number of steps made. :func:`load_training_state` returns it.
         process_group: The ranks that save. None is the world.
         async_: Copy the present state, return, and write in a thread.
@@ -96,8 +100,9 @@ def save_training_state(
     Raises:
         CheckpointingException: On every rank, and ``path`` is not changed: as for
             :func:`save_sharded_state_dict`, or two chunks have one name, a tensor of the optimizer
-            is no parameter of the model or hooks leave it out of the state dict, replicas differ,
-            or the model is under FullyShardedDataParallel, whose parameters have no names.
+            is no parameter of the model or hooks leave it out of the state dict, replicas or plain
+            values in the state of the optimizer differ, or the model is under
+            FullyShardedDataParallel, whose parameters have no names.
 
     Example:
         >>> import tempfile, torch
@@ -111,7 +116,7 @@ def save_training_state(
     team = team_of(process_group)
     modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
     groups = optimizers.all_groups(team)
-    values = states_to_save(more, team)
+    values = states_to_save(more, team, optimizers.check_states(team))
 
     def build() -> dict[str, Any]:
         streams = ShardedObject(RANDOM_STATE, rank_random_state(), (team.size,), (team.rank,))
@@ -207,8 +212,13 @@ def load_training_state(
     values = load_opened(directory, index, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
-        tree = _build_extra_tree(more, others, stored, team, strict=strict)
+        asked = {*more, OPTIMIZER_ENTRIES} if optimizer is not None else {*more}
+        if strict:
+            _check_rank_counts(asked & stored.of_other_ranks.keys(), stored, team)
+        tree = _build_extra_tree(more, others, stored)
         if optimizer is not None:
+            if strict:
+                optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
             groups = values["optimizer"][GROUPS] or []
             tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
         return {**tree, "model": modules.tree("model")}
@@ -229,7 +239,8 @@ def load_training_state(
     def take_back() -> dict[str, Any]:
         modules.take_back(loaded["model"])
         if optimizer is not None:
-            optimizers.take_back({**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]})
+            states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
+            optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
         return _restore_extra(more, others, values, loaded)
 
     found = team.agree(take_back)
@@ -239,22 +250,20 @@ def load_training_state(
     return found
 
 
-def _build_extra_tree(
-    more: Mapping[str, Any],
-    others: Mapping[str, ModelState],
-    stored: StoredValues,
-    team: Team,
-    *,
-    strict: bool,
-) -> dict[str, Any]:
-    """Return the extra values to fill: values with tensors by name, and values not in the index."""
+def _check_rank_counts(names: Collection[str], stored: StoredValues, team: Team) -> None:
     problems = [
         f"{name!r} was saved for each of {len(stored.of_other_ranks[name])} ranks, and {team.size} "
         "load. Leave it out, or pass strict=False to keep its present state"
-        for name in sorted(more.keys() & stored.of_other_ranks.keys())
+        for name in sorted(names)
     ]
-    if problems and strict:
+    if problems:
         raise CheckpointingException(titled_list("some values cannot be restored", problems))
+
+
+def _build_extra_tree(
+    more: Mapping[str, Any], others: Mapping[str, ModelState], stored: StoredValues
+) -> dict[str, Any]:
+    """Return the extra values to fill: values with tensors by name, and values not in the index."""
     tree: dict[str, Any] = {}
     for name in more.keys() - stored.of_other_ranks.keys():
         state = others[name].tree(name) if name in others else state_of(name, more[name])
@@ -270,7 +279,7 @@ def _restore_extra(
     loaded: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Give objects their state, and return all extra values."""
-    known = {"model", "optimizer", RANDOM_STATE}
+    known = {"model", "optimizer", RANDOM_STATE, OPTIMIZER_ENTRIES}
     found = {name: value for name, value in {**values, **loaded}.items() if name not in known}
     for name in found.keys() & more.keys():
         if name in others:
