@@ -363,11 +363,30 @@ def _find_problem(
     return None
 
 
+def _has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor have one place in memory."""
+    span = 1  # of the axes with smaller strides
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    axes = sorted((step, size) for step, size in sizes if size > 1)
+    for step, size in axes:
+        if step < span:
+            break
+        span = step * (size - 1) + span
+    else:
+        return False
+    if not axes[0][0] or not tensor.numel():
+        return bool(tensor.numel())
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for step, size in axes:  # interleaved strides: few tensors come here
+        places = (places[:, None] + step * torch.arange(size, device="cpu")).flatten()
+    return len(places.unique()) < len(places)
+
+
 def _require_fillable(key: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         problem = f"is not plain memory (layout {tensor.layout}, dtype {tensor.dtype})"
-    elif 0 in (step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
-        problem = "is expanded, so several elements share their memory. clone() it first"
+    elif _has_shared_elements(tensor):
+        problem = "is expanded or overlaps itself: several elements share memory. clone() it first"
     elif tensor.is_inference() and not torch.is_inference_mode_enabled():
         problem = (
             "was made in inference mode and cannot change outside of it. Load in inference mode, "

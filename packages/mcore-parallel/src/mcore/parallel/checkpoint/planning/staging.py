@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
@@ -63,6 +64,8 @@ def data_problem(data: torch.Tensor | None) -> str | None:
         return f"has layout {data.layout}: make it dense"
     if data.is_quantized:
         return f"has dtype {data.dtype}, which needs code to be loaded: dequantize it"
+    if not is_storable(data.dtype):
+        return f"has dtype {data.dtype}, which torch.save does not know: save view(torch.uint8)"
     if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"is a {type(data).__qualname__}, which is not plain memory: save its plain tensors "
