@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 
 from mcore.parallel.agreement import gathered_reports
 from pretrain.packing import PackedText
-from pretrain.settings import Settings, read_fact
-from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
+from pretrain.settings import Settings
+from pretrain.text.cache import (
+    TokenCache,
+    check_text,
+    find_cache,
+    make_cache,
+    open_cache,
+    read_borders,
+)
 from pretrain.usage import UsageError
 from pretrain.windows import Batch, Text, batch_at, starts_in_order
 
@@ -104,7 +111,7 @@ class Corpus:
         )
 
 
-def load_text(settings: Settings, run_dir: Path) -> Corpus:
+def load_text(settings: Settings, run_dir: Path, resumed: Path | None = None) -> Corpus:
     """The text of a run. With ``--data`` collective on the world.
 
     The first rank of each node writes a missing cache of tokens while the others wait. A failure
@@ -118,7 +125,7 @@ def load_text(settings: Settings, run_dir: Path) -> Corpus:
 
     def make() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            make_cache(settings, find_cache(settings, run_dir))
+            make_cache(settings, find_cache(settings, run_dir), resumed)
 
     _run_on_all(make, patient_group)
     corpus = _run_on_all(
@@ -172,14 +179,8 @@ def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) 
             "the ranks read different texts: start them all with the same Python version, or the "
             "same files of --data"
         )
-    if resumed is None:
-        return
-    before = read_fact(resumed, "corpus_crc32")
-    if before != corpus.checksum:
-        raise UsageError(
-            f"--data: its text (checksum {corpus.checksum}) differs from the text of the run to "
-            f"resume ({before}), so its position has no meaning: start a new run"
-        )
+    if resumed is not None:
+        check_text(corpus.checksum, resumed)
 
 
 def standard_library_files() -> list[Path]:

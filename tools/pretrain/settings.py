@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from pretrain.run_folder import replacing
 from pretrain.usage import UsageError
 
 if sys.version_info >= (3, 11):
@@ -237,10 +238,8 @@ class Settings:
 def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str, Any]]) -> None:
     """Write ``config.json``: the settings, and facts about the start of the run."""
     text = json.dumps({"settings": dataclasses.asdict(settings), **dict(facts)}, indent=2)
-    target = run_dir / "config.json"
-    partial = target.with_suffix(".json.partial")
-    partial.write_text(text + "\n")
-    partial.replace(target)
+    with replacing(run_dir / "config.json") as file:
+        file.write(f"{text}\n".encode())
 
 
 def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
@@ -251,7 +250,7 @@ def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
     fields = dataclasses.fields(Settings)
     try:
         stored = _check_stored(_parse_settings(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{option} {run_dir}: config.json is not from this job ({error})"
         ) from None
@@ -280,7 +279,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return _check_stored(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"--config {path}: {error}") from None
 
 

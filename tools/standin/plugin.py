@@ -16,8 +16,8 @@ if PROBLEM is None:
     register()  # torch counts devices at the first backward pass of the process
 
 
-@pytest.fixture
-def accelerator() -> Iterator[torch.device]:
+@pytest.fixture(name="accelerator")
+def accelerator_fixture() -> Iterator[torch.device]:
     """Device 0 of the stand-in, which is the accelerator during the test."""
     if PROBLEM is not None:
         pytest.skip(f"no stand-in accelerator: {PROBLEM}")
@@ -25,8 +25,8 @@ def accelerator() -> Iterator[torch.device]:
         yield device
 
 
-@pytest.fixture(params=["cpu", NAME])
-def device(request: pytest.FixtureRequest) -> torch.device:
+@pytest.fixture(name="device", params=["cpu", NAME])
+def device_fixture(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, then device 0 of the stand-in. Tensors without a device are still of the CPU."""
     if request.param == "cpu":
         return torch.device("cpu")

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def same_draws():

@@ -54,6 +54,8 @@ class Request:
     runs_dir: Path
     stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
     by_itself: bool = False  # resumed automatically, without --resume
+    trust_run: bool = False
+    names_text: bool = False  # the run to resume names the text, not the command line
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
@@ -84,6 +86,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
     parser.add_argument(
         "--auto-resume", action="store_true", help="continue --run-dir if it has a checkpoint"
+    )
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="accept a run folder of another user, links in it, and the text and MLflow server "
+        "that it names (which then gets your credentials)",
     )
     parser.add_argument(
         MLFLOW_URI,
@@ -134,6 +142,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     run_dir = options.pop("run_dir", None)
     options.pop("auto_resume", None)
     by_itself = options.pop("by_itself", False)
+    trust_run = options.pop("trust_run", False)
     runs_dir = options.pop("runs_dir", Path("runs"))
     mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:
@@ -162,6 +171,8 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         runs_dir=runs_dir,
         stored_layout="" if stored == settings.layout else stored,
         by_itself=by_itself,
+        trust_run=trust_run,
+        names_text="data" in base and "data" not in given,
         mlflow_uri=mlflow_uri,
     )
 

@@ -25,14 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainingOptimizer(Protocol):
     """The optimizer interface of the training loop. All ranks call each method together."""
 
-    @property
-    def updates(self) -> int:
-        """Number of updates, used by AdamW's bias correction."""
-        ...
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates, for example after loading the moments."""
-        ...
+    adamw: AdamW
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Add the gradients of one micro-batch. Call after each backward.

@@ -19,7 +19,6 @@ from mcore.parallel import (
     get_pg_size,
     resolve_submesh,
 )
-from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
 from pretrain.model.experts import Experts, is_expert, mark_expert
 from pretrain.model.gpt import TransformerLayer
@@ -113,15 +112,6 @@ class FullyShardedOptimizer:
         self.adamw = AdamW(self.params, weight_decay=weight_decay)
         self._accumulated = 0
 
-    @property
-    def updates(self) -> int:
-        """Number of updates."""
-        return self.adamw.updates
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates."""
-        self.adamw.set_updates(updates)
-
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Count a micro-batch: FSDP adds its reduced gradients to the earlier ones."""
         self._accumulated += is_whole
@@ -183,16 +173,9 @@ class FullyShardedOptimizer:
         """Moments, sharded like their parameters.
 
         With bf16 the entries equal those of layouts without FSDP: the fp32 weights are main
-        weights, and the model's parameters are bf16 copies.
+        weights, next to the model's parameters, which the checkpoint rounds.
         """
-        state = shard_like_parameters(model_state, self.params, self._list_states)
-        if self.bf16:
-            mine = {id(param): param for param in self.params}
-            for key, value in model_state.items():
-                if isinstance(value, ShardedTensor) and id(value.data) in mine:
-                    low = mine[id(value.data)].detach().bfloat16()
-                    state[key] = dataclasses.replace(value, data=low, dtype=low.dtype)
-        return state
+        return shard_like_parameters(model_state, self.params, self._list_states)
 
     def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self.bf16:

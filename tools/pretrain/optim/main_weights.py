@@ -50,15 +50,6 @@ class MainWeightOptimizer:
         self._accumulated = 0
         self._is_filled = False
 
-    @property
-    def updates(self) -> int:
-        """Number of updates."""
-        return self.adamw.updates
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates."""
-        self.adamw.set_updates(updates)
-
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Add the model's gradients to the fp32 bucket and delete them. Call after each backward.
 

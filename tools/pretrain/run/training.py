@@ -74,7 +74,7 @@ def build_loop(
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
     )
-    corpus = load_text(settings, folder.path)
+    corpus = load_text(settings, folder.path, resume)
     check_same_text(corpus, device, folder.path if resume is not None and settings.data else None)
     seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)

@@ -12,7 +12,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +24,7 @@ from mcore.observe.sinks import (
     open_mlflow,
     records_of,
 )
-from pretrain.run_folder import RunFolder
+from pretrain.run_folder import RunFolder, replacing
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_target import MlflowTarget, read_facts
 
@@ -241,9 +240,8 @@ def _write_facts(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
         "experiment_id": info.experiment_id,
         "run_id": info.run_id,
     }
-    partial: Path = folder.mlflow_facts.with_suffix(".json.partial")
-    partial.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(folder.mlflow_facts)
+    with replacing(folder.mlflow_facts) as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
 
 def _choose_stored_uri(target: MlflowTarget) -> str | None:

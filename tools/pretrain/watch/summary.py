@@ -17,7 +17,7 @@ from mcore.observe.runs import Run, draw_page
 from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
-from pretrain.run_folder import RunFolder
+from pretrain.run_folder import RunFolder, replacing
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.straggler import StragglerWatch
@@ -164,4 +164,5 @@ def _draw_losses(run: Run, target: Path, objective: Objective) -> None:
     axes.set_ylabel(f"{objective.loss_name} ({objective.unit})")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(target, dpi=120)
+    with replacing(target) as file:
+        figure.savefig(file, dpi=120, format="png")

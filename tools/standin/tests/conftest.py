@@ -1,1 +1,1 @@
-from standin.plugin import accelerator, device  # noqa: F401
+from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401

@@ -9,7 +9,7 @@ from mcore.observe import JsonlSink, Outlier
 from mcore.observe.__main__ import main
 from mcore.observe.runs import log_slow_ranks
 from mcore.observe.runs.tables import Run
-from mcore.observe.sparkline import sparkline
+from mcore.observe.terminal import sparkline
 
 EVIL = "<b>\x1b[31m\u2028</script>"
 
@@ -153,3 +153,29 @@ def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, c
     second.close()
     JsonlSink(path).log({"a": 3.0}, 3)  # a run that goes on
     assert len(caplog.records) == 1
+
+
+HOSTILE = "loss\x1b]0;title\x07\x1b[2J\nforged 1-2 9 9\u202e\r\x9b1m"
+
+
+def test_names_of_a_run_do_not_reach_the_terminal_as_they_are(tmp_path, capsys):
+    for number in (1, 2):
+        folder = tmp_path / f"run{number}\x1b[31m"
+        folder.mkdir()
+        sink = JsonlSink(folder / "metrics.jsonl")
+        for step in (1, 2):
+            sink.log({HOSTILE: 1.0, "n" * 500: 2.0}, step)
+        sink.close()
+    runs = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert main(["show", runs[0]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3  # no forged row
+    assert all(line.isprintable() for line in lines)
+    assert max(map(len, lines)) < 150
+    assert main(["compare", *runs]) == 0
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+    assert main(["show", runs[0], "--metric", "none\x1b[2J"]) == 1
+    assert main(["show", f"{tmp_path}/\x1b[2J"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(line.isprintable() for line in errors)

@@ -14,9 +14,10 @@ from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.secrets import config_params
-from mcore.observe.sparkline import sparkline
+from mcore.observe.terminal import plain, sparkline
 
 _LATEST_S = 1e11  # since 1970, the year 5138: a larger number is no time
+_MOST_CHARACTERS = 60  # of a name in a table
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
@@ -212,7 +213,9 @@ def _read_settings(file: Path) -> dict[str, str]:
     return config_params(nested) | config_params(config)
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _format_table(raw: Sequence[Sequence[str]]) -> Iterator[str]:
+    # Names come from files: they must not reach a terminal as they are.
+    rows = [[*(plain(cell, _MOST_CHARACTERS) for cell in row[:-1]), plain(row[-1])] for row in raw]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others, last in rows:
         cells: Iterable[str] = (

@@ -78,7 +78,7 @@ class RunFolder:
     def _read_notes(self) -> dict[str, Any]:
         try:
             notes = json.loads(self.notes.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return notes if isinstance(notes, dict) else {}
 

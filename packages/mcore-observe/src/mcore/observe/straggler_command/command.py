@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mcore.observe.straggler_command.client import (
+    MOST_TEXT,
     TOKEN_VARIABLE,
     Address,
     AnswerError,
     Client,
-    plain,
     read_token,
 )
 from mcore.observe.straggler_command.screen import Poller, show_live, text_of
 from mcore.observe.straggler_command.snapshot import JobSnapshot
 from mcore.observe.straggler_command.table import as_json, headline
+from mcore.observe.terminal import plain
 
 # Scripts check these. 2 is also the code of argparse for wrong arguments.
 FINE, UNREACHABLE, USAGE, SLOW = 0, 1, 2, 3
@@ -154,7 +155,7 @@ def _query(clients: list[Client], options: argparse.Namespace) -> int:
     for client in clients:
         try:
             answer = client.request(method, options.path).check()
-            text = json.dumps(answer.json()) if method == "GET" else plain(answer.text)
+            text = json.dumps(answer.json()) if method == "GET" else plain(answer.text, MOST_TEXT)
         except AnswerError as error:
             print(f"{client.address}: {error}", file=sys.stderr)  # noqa: T201
             code = UNREACHABLE

@@ -31,6 +31,7 @@ from mcore.parallel.checkpoint.files.manifest import (
 from mcore.parallel.checkpoint.files.pieces import RunningChecksum, checksum_of, write_tensor
 from mcore.parallel.checkpoint.files.places import Place, size_problems
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
+from mcore.parallel.checkpoint.host_copies import host_copies_so_far, start_host_copy
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
@@ -214,16 +215,17 @@ class _IndexWriter(FileSystemWriter):
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying a tensor to the CPU. The returned function waits for the copy."""
-    if tensor.is_cpu:
+    is_alone = True
+    if not tensor.is_cpu:
+        tensor = start_host_copy(tensor)
+    else:
         # torch.save writes whole storages, so a view is copied to a storage of its size.
         is_alone = tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.itemsize
-        return lambda: tensor if is_alone else tensor.clone()
-    copy = tensor.to("cpu", non_blocking=True)
-    event = torch.accelerator.current_stream(tensor.device).record_event()
+    wait = host_copies_so_far()
 
     def finish() -> torch.Tensor:
-        event.synchronize()
-        return copy
+        wait()  # an asynchronous save has started the copy earlier
+        return tensor if is_alone else tensor.clone()
 
     return finish
 

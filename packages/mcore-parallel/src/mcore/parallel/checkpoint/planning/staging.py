@@ -13,6 +13,7 @@ import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import is_storable
+from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
@@ -92,7 +93,7 @@ def stage_entries(entries: Entries, *, is_first: bool, weights_only: bool) -> En
 def _stage_shard(shard: ShardedTensor) -> ShardedTensor:
     if shard.data is None or not is_main_replica(shard.replica_id):
         return shard.without_data()
-    return replace(shard, data=to_local_if_dtensor(shard.data).detach().to("cpu", copy=True))
+    return replace(shard, data=start_host_copy(to_local_if_dtensor(shard.data)))
 
 
 def _stage_object(obj: ShardedObject, weights_only: bool) -> ShardedObject:
@@ -106,7 +107,7 @@ def _stage_common(name: str, value: Any, is_written: bool, weights_only: bool) -
     if not is_written:
         return StagedValue(digest, None)
     if isinstance(value, torch.Tensor):
-        return StagedValue(digest, value.detach().to("cpu", copy=True))
+        return StagedValue(digest, start_host_copy(value))
     return StagedValue(digest, serialize(name, value, weights_only=weights_only))
 
 
