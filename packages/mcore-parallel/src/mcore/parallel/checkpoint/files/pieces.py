@@ -98,9 +98,10 @@ def is_storable(dtype: torch.dtype) -> bool:
     stream = io.BytesIO()
     try:
         torch.save(torch.empty(1, dtype=dtype, device="cpu"), stream)
-        return torch.load(io.BytesIO(stream.getvalue()), weights_only=True).dtype == dtype
+        found: torch.Tensor = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception:  # of many types, such as KeyError
         return False
+    return found.dtype == dtype
 
 
 class _ElementsFinder:
