@@ -11,8 +11,11 @@ from mcore.versioning.deprecation import (
     deprecate_args,
     deprecate_inference_params,
 )
-from mcore.versioning.experimental import ExperimentalNotEnabledError, experimental_fn
-from mcore.versioning.experimental_classes import experimental_cls
+from mcore.versioning.experimental import (
+    ExperimentalNotEnabledError,
+    experimental_cls,
+    experimental_fn,
+)
 from mcore.versioning.installed import (
     check_mamba_sequence_packing_support,
     get_causal_conv1d_version,

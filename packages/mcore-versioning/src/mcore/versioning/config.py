@@ -117,21 +117,22 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
 
 
 def checking_before_calls(
-    func: Callable[..., Any], check: Callable[[], None]
+    func: Callable[..., Any], check: Callable[[], None], pending: list[bool]
 ) -> Callable[..., Any]:
     """Wrap a function to call ``check``, which may raise, before each call.
 
-    After a check that passed, a call only reads the flag. That is faster in this module than from
-    another one.
+    As soon as ``pending`` is empty, a call while the flag is on only reads the flag. That is faster
+    in this module than from another one.
     """
-    passed: object = None
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passed
-        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _get_override() is False):
+        if (
+            ENABLE_EXPERIMENTAL is not True
+            or pending
+            or (_may_be_overridden and _get_override() is False)
+        ):
             check()
-            passed = _remember_passed(passed)
         return func(*args, **kwargs)
 
     return checked
@@ -167,16 +168,6 @@ def _read_guarded_override() -> bool | None:
 @_compile_instead(_read_guarded_override)
 def _get_override() -> bool | None:
     return _override.get()
-
-
-def _keep_passed(passed: object) -> object:
-    return passed
-
-
-# Compiled code repeats the check: a change of the remembered value would compile it a second time.
-@_compile_instead(_keep_passed)
-def _remember_passed(passed: object) -> object:
-    return True
 
 
 @contextmanager
