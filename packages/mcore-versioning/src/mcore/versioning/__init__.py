@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from mcore.versioning.installed import (
         check_mamba_sequence_packing_support,
         get_causal_conv1d_version,
+        get_emerging_optimizers_version,
         get_fa_version,
+        get_flashinfer_version,
         get_mamba_version,
         get_package_version,
         get_te_version,
         get_torch_version,
         is_causal_conv1d_min_version,
+        is_emerging_optimizers_min_version,
         is_fa_min_version,
+        is_flashinfer_min_version,
         is_mamba_min_version,
         is_package_min_version,
         is_te_min_version,
@@ -66,16 +70,20 @@ __all__ = [
     "experimental_fn",
     "get_causal_conv1d_version",
     "get_deprecation",
+    "get_emerging_optimizers_version",
     "get_fa_version",
+    "get_flashinfer_version",
     "get_mamba_version",
     "get_package_version",
     "get_te_version",
     "get_torch_version",
     "internal_api",
     "is_causal_conv1d_min_version",
+    "is_emerging_optimizers_min_version",
     "is_experimental_api",
     "is_experimental_enabled",
     "is_fa_min_version",
+    "is_flashinfer_min_version",
     "is_internal_api",
     "is_mamba_min_version",
     "is_package_min_version",
@@ -90,10 +98,12 @@ _NAMES_OF_MODULES = {
     "deprecation": "DeprecationInfo deprecate_args deprecate_inference_params",
     "experimental": "ExperimentalNotEnabledError experimental_cls experimental_fn",
     "installed": (
-        "check_mamba_sequence_packing_support get_causal_conv1d_version get_fa_version "
+        "check_mamba_sequence_packing_support get_causal_conv1d_version "
+        "get_emerging_optimizers_version get_fa_version get_flashinfer_version "
         "get_mamba_version get_package_version get_te_version get_torch_version "
-        "is_causal_conv1d_min_version is_fa_min_version is_mamba_min_version "
-        "is_package_min_version is_te_min_version is_torch_min_version"
+        "is_causal_conv1d_min_version is_emerging_optimizers_min_version is_fa_min_version "
+        "is_flashinfer_min_version is_mamba_min_version is_package_min_version "
+        "is_te_min_version is_torch_min_version"
     ),
     "lifecycle": (
         "deprecated experimental_api get_deprecation internal_api is_experimental_api "
@@ -109,16 +119,12 @@ def __getattr__(name: str) -> object:
     """Import the module of a public name, or a submodule, at its first use."""
     from importlib import import_module
 
-    if name in _MODULE_OF:
-        value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    elif name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    else:
-        try:
-            value = import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    globals()[name] = value
+    module = _MODULE_OF.get(name, name)
+    try:
+        found = import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
+    globals()[name] = value = found if module == name else getattr(found, name)
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = [
     "ENABLE_EXPERIMENTAL",
@@ -16,8 +16,6 @@ __all__ = [
     "is_experimental_enabled",
     "set_experimental_flag",
 ]
-
-F = TypeVar("F", bound="Callable[..., Any]")
 
 _VARIABLE = "MCORE_EXPERIMENTAL"
 _ON = ("1", "true", "yes", "on")
@@ -146,28 +144,17 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _compile_instead(substitute: F) -> Callable[[F], F]:
-    """Let torch compile another function in place of the decorated function.
-
-    Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
-    ``torch.compile`` would then skip.
-    """
-
-    def mark(func: F) -> F:
-        func._torchdynamo_inline = substitute  # type: ignore[attr-defined]
-        return func
-
-    return mark
-
-
 def _read_guarded_override() -> bool | None:
     override: bool | None = _this_module._guarded_override
     return override
 
 
-@_compile_instead(_read_guarded_override)
 def _get_override() -> bool | None:
     return _override.get()
+
+
+# torch compiles that function in place of this one.
+_get_override._torchdynamo_inline = _read_guarded_override  # type: ignore[attr-defined]
 
 
 @contextmanager
