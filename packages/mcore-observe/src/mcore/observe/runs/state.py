@@ -289,17 +289,20 @@ class GlobalState:
         skipped: bool = False,
         model: Any = None,
         pg_collection: Any = None,
+        reduce: str = "mean",
+        dp_group: Any = None,
         **scalars: Any,
     ) -> None:
         """Count a step and log it. All ranks call it after every step, or every few steps.
 
-        It logs like :func:`mcore.observe.training_log`, with the same collectives and the same
-        waits for the device, and keeps the counters, the sums and the time stamps of the loop.
+        It logs like :func:`mcore.observe.training_log` and keeps the counters, the sums and the
+        time stamps of the loop. At a step that logs, the losses of the ranks are reduced by one
+        all-gather over the world, the same that the readable line needs.
 
         Args:
-            losses: Losses of the step by name, or one loss, which gets the name ``loss``. The last
-                rank's losses are logged. The line adds the largest of all ranks if it differs.
-                To log the mean over data-parallel ranks, average the loss over them before.
+            losses: Losses of the step by name, or one loss, which gets the name ``loss``. The mean
+                over data-parallel ranks is logged. The line adds the largest of all ranks if it
+                differs.
             lr: Learning rate.
             grad_norm: L2 norm of the gradients.
             samples: Samples of the steps over all ranks. None means the configured batch.
@@ -308,10 +311,15 @@ class GlobalState:
             skipped: The optimizer skipped the step.
             model: The model, if its norms are logged or it has the groups.
             pg_collection: The process groups. None is as in :func:`mcore.observe.training_log`.
-            scalars: Further values for the trackers, by name.
+            reduce: ``"mean"`` or ``"max"`` of the losses over data-parallel ranks, or ``"last"``:
+                the last rank's losses.
+            dp_group: The data-parallel ranks of this rank. None is the group ``dp`` of the process
+                groups, or all ranks without process groups.
+            scalars: Further values for the trackers, by name, of the last rank.
 
         Raises:
-            ValueError: ``steps`` is below 1, or ``samples`` or ``tokens`` below 0.
+            ValueError: ``steps`` is below 1, ``samples`` or ``tokens`` below 0, or ``reduce`` is
+                unknown.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -326,6 +334,8 @@ class GlobalState:
         for name, count in (("samples", samples), ("tokens", tokens)):
             if count is not None and count < 0:
                 raise ValueError(f"log_step got {name}={count}: give those since the last call")
+        if reduce not in ("mean", "max", "last"):
+            raise ValueError(f"log_step got reduce={reduce!r}: give 'mean', 'max' or 'last'")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         given = StepInput(
             losses=losses if isinstance(losses, Mapping) else {"loss": losses},
@@ -339,6 +349,8 @@ class GlobalState:
             scalars=scalars,
             model=model,
             pg_collection=pg_collection,
+            reduce=reduce,
+            dp_group=dp_group,
         )
         self._counter.log(given, config, self)
 

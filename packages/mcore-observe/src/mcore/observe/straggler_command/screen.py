@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from mcore.observe.terminal import ASCII_BARS, BARS
 from mcore.observe.straggler_command.client import Client
 from mcore.observe.straggler_command.snapshot import JobSnapshot, refresh
 from mcore.observe.straggler_command.table import (
@@ -20,6 +19,7 @@ from mcore.observe.straggler_command.table import (
     lines,
     verdict,
 )
+from mcore.observe.terminal import ASCII_BARS, BARS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

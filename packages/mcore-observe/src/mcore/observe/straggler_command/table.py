@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.terminal import BARS, sparkline
 from mcore.observe.straggler_command.snapshot import SENSORS, JobSnapshot, RankRow
+from mcore.observe.terminal import BARS, sparkline
 
 _UNITS = {"data_ms": "ms", "etpt_tf": "TFLOP/s", **SENSORS}
 _SPARK = 16
