@@ -113,7 +113,7 @@ def test_names_are_chosen_and_put_back() -> None:
     served, reason, after = json.loads(printed.splitlines()[-1])
     assert served[0].startswith("mcore.tensor")
     assert served[1] == after == "megatron.core.utils"
-    assert reason == "it is left as asked"
+    assert reason == "the options leave it"
 
 
 def test_a_late_import_and_an_unknown_name_are_errors() -> None:
