@@ -51,6 +51,12 @@ def is_lasting(error: OSError) -> bool:
     return error.errno in _LASTING
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory, for which torch raises three types."""
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def find_passing(error: BaseException) -> BaseException | None:
     """Return the cause of an error that is no proof of damage, such as a lack of memory, or None.
 
@@ -58,12 +64,8 @@ def find_passing(error: BaseException) -> BaseException | None:
     """
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, MemoryError | torch.OutOfMemoryError):
+        if is_out_of_memory(found) or (isinstance(found, OSError) and not is_lasting(found)):
             return found
-        if isinstance(found, OSError) and not is_lasting(found):
-            return found
-        if isinstance(found, RuntimeError) and "can't allocate memory" in str(found):
-            return found  # of torch, on the CPU
         found = found.__cause__
     return None
 

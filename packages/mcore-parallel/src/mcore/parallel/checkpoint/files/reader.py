@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -75,6 +76,12 @@ def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
 def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
     """Return the index of a piece in a plan."""
     return MetadataIndex(name, None if stored.dtype is None else piece.start)
+
+
+def _is_narrower(target: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a cast can make a finite value infinite. Eight-bit dtypes saturate."""
+    is_float = target.is_floating_point and stored.is_floating_point and target.itemsize > 1
+    return is_float and torch.finfo(target).max < torch.finfo(stored).max
 
 
 class _Wanted(NamedTuple):
@@ -215,6 +222,7 @@ class CheckedReader:
         if not all(part.target.is_cpu for part in parts):
             scratch = self._device_scratch = self._device_scratch or Scratch(_DEVICE_SCRATCH_BYTES)
         first = piece.at + piece.elements
+        narrow = [part for part in parts if _is_narrower(part.target.dtype, dtype)]
         with self._name_problems(wanted):
             if is_checked_while_copied:
                 num_bytes = prod(piece.shape) * dtype.itemsize
@@ -227,6 +235,17 @@ class CheckedReader:
             else:
                 for part in parts:
                     read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
+            for part in narrow:
+                if not part.target.isinf().any():
+                    continue
+                exact = torch.empty(part.target.shape, dtype=dtype, device="cpu")
+                read_slice(stream, first, piece.shape, part.start, exact, dtype, self._scratch)
+                if (exact.isfinite() & part.target.cpu().isinf()).any():
+                    warnings.warn(
+                        f"key {wanted.key!r}: finite values became infinite, since their {dtype} "
+                        f"was cast to {part.target.dtype}. Load into a dtype of a larger range",
+                        stacklevel=2,
+                    )
 
     def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         """Read an archive that torch's writer made, which may contain more than the elements."""

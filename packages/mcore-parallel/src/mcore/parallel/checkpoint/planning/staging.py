@@ -13,6 +13,7 @@ import xxhash
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
@@ -96,6 +97,8 @@ def data_problem(data: torch.Tensor | None) -> str | None:
         return f"has layout {data.layout}: make it dense"
     if data.is_quantized:
         return f"has dtype {data.dtype}, which needs code to be loaded: dequantize it"
+    if not is_storable(data.dtype):
+        return f"has dtype {data.dtype}, which torch.save does not know: save view(torch.uint8)"
     if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"is a {type(data).__qualname__}, which is not plain memory: save its plain tensors "

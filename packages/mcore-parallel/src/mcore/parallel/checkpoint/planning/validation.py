@@ -332,6 +332,12 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return ranks_text(sorted(counted)) + note
 
 
+def have_shared_elements(boxes: Sequence[Box]) -> bool:
+    """Return whether two boxes of a tensor share an element."""
+    filled = [box for box in boxes if prod(box[1]) > 0]
+    return len(set(filled)) < len(filled) or bool(overlapping_pairs(filled))
+
+
 def overlapping_pairs(places: Sequence[Box]) -> list[tuple[int, int]]:
     """Find pairs of different, non-empty shards that share an element, the smaller index first.
 
