@@ -47,7 +47,7 @@ def as_shape(numbers: Iterable[int]) -> Shape:
 class LocalEntry:
     """An entry that a save of this package understands. It can be copied, but not pickled.
 
-    A saver that does not know it would pickle it on one rank and report success: the checkpoint
+    A saver without support for it would pickle it on one rank and report success: the checkpoint
     would have this rank's shard for the whole.
     """
 
@@ -90,7 +90,7 @@ class ShardedBase(LocalEntry):
 class ShardedTensor(ShardedBase):
     """A rank's shard of a global tensor: a box of it.
 
-    Axes prepended to the tensor (stacked layers, say) are the first in ``global_shape`` and
+    Axes prepended to the tensor (of stacked layers) are the first in ``global_shape`` and
     ``global_offset`` and are not part of ``local_shape``. ``==`` compares the descriptions, not
     ``data``.
 
