@@ -33,8 +33,8 @@ from mcore.tensor.dtensor import is_dtensor
 RANDOM_STATE = "random_state"
 OPTIMIZER_ENTRIES = "optimizer_entries"
 _ARGUMENTS = (
-    "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
-    "weights_only"
+    "async_ check_replicas force model optimizer path process_group progress_bar step strict "
+    "unexpected verify weights_only"
 )
 _TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 
