@@ -54,12 +54,9 @@ class Steps:
         self._share_over_stages(mean_loss)
         norm = self.optimizer.clip_gradients(settings.clip_grad)
         rate = learning_rate_at(
-            step,
-            peak=settings.lr,
-            final=settings.min_lr,
-            warmup_iters=settings.warmup_iters,
+            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
             train_iters=settings.train_iters,
-        )
+        )  # fmt: skip
         skipped = not bool(norm.isfinite())
         if skipped:
             self.optimizer.drop_gradients()
