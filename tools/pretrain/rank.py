@@ -66,9 +66,9 @@ def _train_and_report(request: Request) -> int:
 
 def _choose_device() -> torch.device:
     if torch.accelerator.is_available():
-        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-        if count == 1:  # launchers may show each process only its device
-            index = 0
+        count = torch.accelerator.device_count()
+        # Launchers may show each process only its device.
+        index = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", "0"))
         if index >= count:
             raise UsageError(
                 f"rank {os.environ['RANK']} is number {index} on its machine, which has "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils import backend_registration
 
 from standin import clocks, dispatch, guard, pinned
+from standin.collectives import register_collectives
 from standin.generators import Generator, default_generators, make_default_generators
 from standin.memory import COUNT, NAME, read_stats, reset_peaks
 
@@ -109,6 +110,7 @@ class Backend:
 
 
 backend = Backend()
+_forever = ExitStack()
 _libraries: list[Any] = []
 
 
@@ -122,7 +124,7 @@ def register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
     guard.extend_guard()
     make_default_generators()
-    _libraries.extend(dispatch.register_ops())
+    _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 
 
 @contextmanager
@@ -157,3 +159,10 @@ def switched_on() -> Iterator[torch.device]:
             patch.stop()
         clocks.reset()
         guard.set_current_index(0)
+
+
+def switch_on(rank: int = 0) -> torch.device:
+    """Make the stand-in the accelerator of this process, and the device of a rank current."""
+    _forever.enter_context(switched_on())
+    guard.set_current_index(rank % COUNT)
+    return torch.device(NAME, rank % COUNT)

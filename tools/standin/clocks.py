@@ -35,7 +35,7 @@ class Clocks:
     def __init__(self) -> None:
         self._views: dict[Key, dict[Key, int]] = {HOST: {}}
         self._writes: dict[int, list[tuple[Range, Key, int]]] = {}
-        self._pending: list[tuple[Key, int, Callable[[], object]]] = []
+        self._pending: list[tuple[Key, int, Callable[[], object], bool]] = []
 
     def launch(self, key: Key) -> int:
         """Return the number of a new launch on a stream, which follows all that the host saw."""
@@ -54,16 +54,18 @@ class Clocks:
         if key == HOST:
             done = [item for item in self._pending if self.has_seen(HOST, *item[:2])]
             self._pending = [item for item in self._pending if not self.has_seen(HOST, *item[:2])]
-            for _, _, finish in done:
+            for _, _, finish, _ in done:
                 finish()
 
     def has_seen(self, viewer: Key, key: Key, number: int) -> bool:
         """Return whether a stream or the host has waited for a launch."""
         return viewer == key or self._views.get(viewer, {}).get(key, 0) >= number
 
-    def when_host_waits(self, key: Key, number: int, finish: Callable[[], object]) -> None:
-        """Call a function as soon as the host has waited for a launch."""
-        self._pending.append((key, number, finish))
+    def when_host_waits(
+        self, key: Key, number: int, finish: Callable[[], object], *, or_at_end: bool = False
+    ) -> None:
+        """Call a function as soon as the host has waited for a launch, or also at the end."""
+        self._pending.append((key, number, finish, or_at_end))
 
     def wrote(self, tensor: torch.Tensor, key: Key, number: int) -> None:
         """Note that a launch writes a tensor of the device."""
@@ -125,9 +127,10 @@ _num_streams = [0]
 
 def reset() -> None:
     """Forget all launches, as a new process would."""
-    for finish in [item[2] for item in clocks._pending]:
-        finish()
+    pending = clocks._pending
     clocks.__init__()  # type: ignore[misc]
+    for finish in [item[2] for item in pending if item[3]]:
+        finish()
     _current.clear()
 
 

@@ -22,6 +22,25 @@ from standin.pinned import is_pinned
 from standin.rules import Op, check_devices, describe_op
 
 _CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
+# Kernels of the CPU that CUDA does not have: ops, formats, the message, and its source.
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
+    # https://github.com/pytorch/pytorch/issues/127176, and AmpKernels.cu for 8 bits
+    (
+        {"_amp_foreach_non_finite_check_and_unscale_"},
+        {torch.bfloat16} | _FLOAT8,
+        "_amp_foreach_non_finite_check_and_unscale_cuda",
+    ),
+    # https://github.com/pytorch/pytorch/issues/44428, integers: cuBLAS has no such product
+    ({"mm", "addmm", "addmv", "mv"}, _INTEGERS, "addmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/11936
+    ({"bmm", "baddbmm"}, _INTEGERS, "baddbmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/158313 and intel/torch-xpu-ops issue 1939
+    ({"add", "sub"}, _FLOAT8, "ufunc_add_CUDA"),
+    ({"mul"}, _FLOAT8, "mul_cuda"),
+    ({"div"}, _FLOAT8, "div_true_cuda"),
+]  # fmt: skip
 # Kernels that only make another view of the memory: those of the CPU do, whatever the device.
 _VIEWS = {
     "as_strided", "view", "_reshape_alias", "unfold", "alias", "detach", "_unsafe_view",
@@ -52,8 +71,18 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.name in _COPIES:
         source, target = (args[1], args[0]) if facts.name == "copy_" else args[:2]
         return copy(target, source, bool((*args, *[kwargs.get("non_blocking")])[2]))
+    _refuse_absent(facts, tensors)
     _note(facts, dict(named))
     return _Call(op, facts, args, kwargs, index, device is not None).run()
+
+
+def _refuse_absent(facts: Op, named: list[tuple[str, Any]]) -> None:
+    for names, formats, kernel in _ABSENT:
+        if facts.name in names:
+            for tensor in (tensor for _, value in named for tensor in _tensors(value)):
+                if tensor.dtype in formats:
+                    title = str(tensor.dtype).removeprefix("torch.")
+                    raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
 
 
 class _Call:
@@ -213,7 +242,7 @@ def _watch_source(source: torch.Tensor, key: Key, number: int) -> None:
         if ctypes.string_at(source.data_ptr(), high - low) != content:
             raise RaceError(f"pinned memory was changed before its copy to the device, at {line}")
 
-    clocks.when_host_waits(key, number, compare)
+    clocks.when_host_waits(key, number, compare, or_at_end=True)
 
 
 def _to_copy(
@@ -342,7 +371,13 @@ def _attend(
     choice = torch.ops.aten._fused_sdp_choice(*tensors, dropout_p, is_causal, **settings)
     if choice == SDPBackend.FLASH_ATTENTION.value:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
         arguments = (query, key, value, dropout_p, is_causal)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
+            added = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = added.masked_fill_(~attn_mask, float("-inf"))
         return flash(*arguments, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
     plain = torch.ops.aten._scaled_dot_product_attention_math
     weighted: torch.Tensor

@@ -14,7 +14,7 @@ from types import FrameType
 
 _REPOSITORY = Path(__file__).parents[2]
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
-_OWN = Path(__file__).parent
+_HARNESS = (Path(__file__).parent, Path(__file__).parents[1] / "rank_testing")
 
 
 class HostWaitError(AssertionError):
@@ -147,7 +147,7 @@ def find_line() -> str:
 def _classify(file: str) -> tuple[str, bool] | None:
     """Return a file's name and whether it is our source, None for torch, Python and this tool."""
     path = Path(file)
-    if file.startswith("<") or "site-packages" in path.parts or path.parent == _OWN:
+    if file.startswith("<") or "site-packages" in path.parts or path.parent in _HARNESS:
         return None
     if path.is_relative_to(_STANDARD_LIBRARY):
         return None

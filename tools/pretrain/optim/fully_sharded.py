@@ -159,15 +159,9 @@ class FullyShardedOptimizer:
             ],
         )
 
-    def step(self, learning_rate: float) -> None:
-        """Update the shards."""
-        self.adamw.step(learning_rate)
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of this step."""
-        for param in self.params:
-            param.grad = None
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the shards if the norm is finite."""
+        self.adamw.step(learning_rate, norm)
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Moments, sharded like their parameters.

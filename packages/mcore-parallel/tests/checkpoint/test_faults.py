@@ -110,7 +110,7 @@ EXPECTED_IN_SAVES = {
     "exists": ["step_1 already exists"],
     "below a file": ["rank 0", "NotADirectoryError", "file"],
     "is a file": ["file already exists"],
-    "other paths": ["different paths", "step_"],
+    "other paths": ["different paths", "step_0_of_2 on rank 0", "step_1_of_2 on rank 1"],
     "raises on rank 1": ["rank 1", "'bad/shard_1_2'", "refuses to be pickled"],
     "no dict on rank 1": ["rank 1", "must be a dict, got list"],
     "no data": ["rank 0", "'w' has no data"],

@@ -348,7 +348,7 @@ def test_two_ranks_go_back_past_damage_and_raise_alike(tmp_path: Path) -> None:
         assert "every checkpoint in" in found["all damaged"]
         assert found["all damaged"].startswith("DamagedCheckpointError")
         assert "'model.weight', offset (0, 0) shape (1, 2): rank 0 and rank 1" in found["diverged"]
-        assert "the same names on every rank" in found["names"]
+        assert "names of values: ['a'] on rank 0; ['b'] on rank 1. Pass the same" in found["names"]
     assert {key: results[0][key] for key in ("heard", "misfit", "all damaged", "diverged")} == {
         key: results[1][key] for key in ("heard", "misfit", "all damaged", "diverged")
     }

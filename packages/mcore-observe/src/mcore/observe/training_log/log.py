@@ -138,7 +138,7 @@ def training_log(
         ... )
         False
         >>> totals["lm loss"]
-        tensor([2.5000])
+        tensor([2.5000], dtype=torch.float64)
     """
     given = StepInput(
         losses=loss_dict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.async_save import SaveHandle
+from mcore.parallel.checkpoint.async_save import SaveHandle, SaveStats
 from mcore.parallel.checkpoint.builders import (
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
@@ -20,6 +20,7 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
+from mcore.parallel.checkpoint.load import load_sharded_state_dict
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
 from mcore.parallel.checkpoint.planning.validation import (
     ShardRecord,
@@ -33,7 +34,7 @@ from mcore.parallel.checkpoint.run_state.training_state import (
     load_training_state,
     save_training_state,
 )
-from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
+from mcore.parallel.checkpoint.save import save_sharded_state_dict
 from mcore.parallel.checkpoint.sharded import (
     CommonStateDict,
     ReplicaId,
@@ -56,6 +57,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "ReplicaId",
     "SaveHandle",
+    "SaveStats",
     "ShardRecord",
     "ShardedBase",
     "ShardedLoadPlanner",

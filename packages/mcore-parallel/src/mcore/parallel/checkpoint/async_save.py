@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -18,6 +20,69 @@ from mcore.parallel.torch_compat import group_timeout
 logger = logging.getLogger(__name__)
 
 
+class SaveStats(NamedTuple):
+    """The size and the times of a finished save, as measured on this rank.
+
+    Attributes:
+        num_bytes: Size of the checkpoint, in bytes.
+        num_files: Number of its files.
+        seconds: Duration of each phase, by name: ``describe``, ``decide``, ``copy`` (to the CPU, of
+            an asynchronous save), ``write`` (with the wait for earlier saves and the slowest rank)
+            and ``publish``.
+        waited_s: How long training waited, in seconds. All of the save unless it is asynchronous.
+
+    Example:
+        >>> stats = SaveStats(2 * 10**9, 3, {"write": 3.5, "publish": 0.5}, 4.0)
+        >>> stats.gb_per_s
+        0.5
+        >>> print(stats)
+        2.00 GB in 3 files, 4.0 s (write 3.5, publish 0.5), 0.50 GB/s, training waited 4.0 s
+    """
+
+    num_bytes: int
+    num_files: int
+    seconds: Mapping[str, float]
+    waited_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Size over duration, in 10^9 bytes per second."""
+        return self.num_bytes / 1e9 / max(sum(self.seconds.values()), 1e-9)
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {one:.1f}" for name, one in self.seconds.items())
+        return (
+            f"{self.num_bytes / 1e9:.2f} GB in {self.num_files} files, "
+            f"{sum(self.seconds.values()):.1f} s ({phases}), {self.gb_per_s:.2f} GB/s, "
+            f"training waited {self.waited_s:.1f} s"
+        )
+
+
+class Clock:
+    """Measures the phases of a save from its creation on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._waited_s: float | None = None
+
+    def end_phase(self, name: str) -> None:
+        """Record the time since the end of the previous phase."""
+        self._seconds[name] = self._elapsed_s() - sum(self._seconds.values())
+
+    def release_training(self) -> None:
+        """Record that training continues."""
+        self._waited_s = self._elapsed_s()
+
+    def stop(self, num_bytes: int, num_files: int) -> SaveStats:
+        """Return the figures of the finished save."""
+        waited_s = self._elapsed_s() if self._waited_s is None else self._waited_s
+        return SaveStats(num_bytes, num_files, self._seconds, waited_s)
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
+
+
 class SaveHandle:
     """An asynchronous save.
 
@@ -27,6 +92,8 @@ class SaveHandle:
 
     Attributes:
         path: The path of the checkpoint.
+        stats: The figures of the save, None until it has finished. ``waited_s`` includes the time
+            in :meth:`result`.
 
     Example:
         >>> import tempfile, torch
@@ -40,9 +107,17 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, path: Place, future: concurrent.futures.Future[None]) -> None:
+    def __init__(self, path: Place, future: concurrent.futures.Future[SaveStats]) -> None:
         self.path = path
         self._future = future
+        self._waited_s = 0.0
+
+    @property
+    def stats(self) -> SaveStats | None:
+        if not self._future.done() or self._future.exception() is not None:
+            return None
+        stats = self._future.result()
+        return stats._replace(waited_s=stats.waited_s + self._waited_s)
 
     def done(self) -> bool:
         """Return whether the save has finished or failed on this rank."""
@@ -61,12 +136,15 @@ class SaveHandle:
             CheckpointingException: The save failed. All ranks raise it.
             TimeoutError: The save is not finished yet. It continues.
         """
+        started = time.perf_counter()
         try:
             self._future.result(timeout)
         except concurrent.futures.TimeoutError as error:
             raise TimeoutError(
                 f"the save to {self.path} is not finished after {timeout} s"
             ) from error
+        finally:
+            self._waited_s += time.perf_counter() - started
         return self.path
 
     def wait(self, timeout: float | None = None) -> None:
@@ -83,7 +161,7 @@ class _SaveQueue:
 
     world: dist.ProcessGroup | None
     team: Team
-    last: concurrent.futures.Future[None] | None = None
+    last: concurrent.futures.Future[SaveStats] | None = None
 
 
 _lock = threading.Lock()
@@ -117,25 +195,26 @@ def _find_queue(team: Team) -> _SaveQueue:
     return queue
 
 
-def start_async_save(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+def start_async_save(
+    path: Place, team: Team, save: Callable[[Team], SaveStats], clock: Clock
+) -> SaveHandle:
     """Run a save in a thread, after earlier saves of the same ranks, in a team with its own group.
 
     Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
     """
     queue = _find_queue(team)
-    before, future = queue.last, concurrent.futures.Future[None]()
+    before, future = queue.last, concurrent.futures.Future[SaveStats]()
     queue.last = future
 
     def work() -> None:
         if before is not None:
             concurrent.futures.wait([before])
         try:
-            save(queue.team)
+            future.set_result(save(queue.team))
         except BaseException as error:
             logger.error("the asynchronous save to %s failed: %s", path, error)
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
+    clock.release_training()
     threading.Thread(target=work, name=f"save-{path.name}").start()
     return SaveHandle(path, future)

@@ -87,16 +87,16 @@ def raise_as_damage() -> Iterator[None]:
 
 
 @contextmanager
-def name_checkpoint(path: object) -> Iterator[None]:
-    """Add the path of the checkpoint to an error. An error that may pass is raised as it is.
+def name_checkpoint(action: str, path: object) -> Iterator[None]:
+    """Add the path of the checkpoint to an error. In a load, an error that may pass stays as it is.
 
     The other ranks raise a CheckpointingException with its text.
     """
     try:
         yield
     except CheckpointingException as error:
-        text = f"cannot load {path}: {error}"
-        passing = find_passing(error)
+        text = f"cannot {action} {path}: {error}"
+        passing = find_passing(error) if action == "load" else None
         if passing is None or isinstance(passing, UnreachableError):
             raise type(error)(text) from error
         if hasattr(passing, "add_note"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ DTYPES = {
     if isinstance(value, torch.dtype)
 }
 """Every dtype by its name in files."""
+_PACKED_PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
+PIECE_BYTES = _PACKED_PIECE.size
+"""The length of a :func:`pack_piece`."""
 
 _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
@@ -55,12 +59,26 @@ class Piece(NamedTuple):
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
 
 
+def pack_piece(number: int, length: int, elements: int, checksum: str) -> bytes:
+    """Pack a piece and the number of what it holds, for :func:`locate_pieces`."""
+    return _PACKED_PIECE.pack(number, length, elements, bytes.fromhex(checksum))
+
+
+def locate_pieces(name: str, packed: bytes) -> Iterator[tuple[int, Piece]]:
+    """Yield the packed pieces of a file in their order, each after its number."""
+    end = 0
+    for number, length, elements, checksum in _PACKED_PIECE.iter_unpack(packed):
+        at, before = aligned(end), None if elements < 0 else elements
+        yield number, Piece(name, at, length, length, checksum.hex(), before, (), ())
+        end = at + length
+
+
 class StoredKey(NamedTuple):
     """A tensor or an object of a checkpoint."""
 
     dtype: torch.dtype | None  # None: an object
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
 
 class Index(NamedTuple):

@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -56,16 +57,19 @@ _DEVICE_SCRATCH_BYTES = 1 << 25  # few large copies to an accelerator are fastes
 def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
     """Describe some keys as torch.distributed.checkpoint does, without their locations."""
     described: dict[str, Any] = {}
+    # Shared by the keys, which keeps the pickled index small.
+    size_of, properties_of = cache(torch.Size), cache(lambda dtype: TensorProperties(dtype=dtype))
     for name, stored in keys.items():
         if stored.dtype is None:
             described[name] = BytesStorageMetadata()
             continue
         chunks = [
-            ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
+            ChunkStorageMetadata(size_of(piece.start), size_of(piece.shape))
             for piece in stored.pieces
         ]
-        properties = TensorProperties(dtype=stored.dtype)
-        described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        described[name] = TensorStorageMetadata(
+            properties_of(stored.dtype), size_of(stored.shape), chunks
+        )
     return Metadata(described)
 
 

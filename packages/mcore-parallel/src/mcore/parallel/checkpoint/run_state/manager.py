@@ -357,7 +357,7 @@ class CheckpointManager:
             names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
             return [json.dumps(names).encode()]
 
-        with name_checkpoint(self.root):
+        with name_checkpoint("load", self.root):
             [shared] = team.share(list_names)
         return [self.root / name for name in json.loads(shared)]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.load import Unexpected, load_opened, open_checkpoint
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.run_state.extra_values import (
     OPTIMIZER_ENTRIES,
@@ -24,12 +25,7 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
 )
 from mcore.parallel.checkpoint.run_state.model_state import ModelState, model_state
 from mcore.parallel.checkpoint.run_state.optimizer_state import GROUPS, OptimizerState
-from mcore.parallel.checkpoint.save_load import (
-    Unexpected,
-    load_opened,
-    open_checkpoint,
-    save_sharded_state_dict,
-)
+from mcore.parallel.checkpoint.save import save_tree
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -114,19 +110,21 @@ def save_training_state(
         {'epoch': 1, 'step': 3}
     """
     team = team_of(process_group)
-    modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
-    groups = optimizers.all_groups(team)
-    values = states_to_save(more, team, optimizers.check_states(team))
 
-    def build() -> dict[str, Any]:
+    def build() -> tuple[dict[str, Any], dict[str, str]]:
+        modules, optimizers = _collect_states(model, optimizer)
+        values = {**states_to_save(more), OPTIMIZER_ENTRIES: optimizers.entries()}
         streams = ShardedObject(RANDOM_STATE, rank_random_state(), (team.size,), (team.rank,))
         found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
-        return found if optimizer is None else {**found, "optimizer": optimizers.tree(groups)}
+        if optimizer is not None:
+            found["optimizer"] = optimizers.tree()
+        leaves = sorted(name for name, value in values.items() if isinstance(value, OneLeaf))
+        return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
-    return save_sharded_state_dict(
-        team.agree(build),
+    return save_tree(
+        build,
         path,
-        process_group=process_group,
+        team,
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
@@ -203,13 +201,14 @@ def load_training_state(
         return {name: model_state(one) for name, one in more.items() if isinstance(one, nn.Module)}
 
     others = team.agree(collect_modules)
-    directory, index = open_checkpoint(path, team)
+    checkpoint = open_checkpoint(path, team)
+    index = team.agree(lambda: checkpoint.index)
     stored = find_stored_values(index.keys, team)
     first = {"step": OneLeaf(), **stored.targets}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
     options: dict[str, Any] = {"strict": strict, "weights_only": weights_only, "verify": verify}
-    values = load_opened(directory, index, lambda: first, team, unexpected="ignore", **options)
+    values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
         asked = {*more, OPTIMIZER_ENTRIES} if optimizer is not None else {*more}
@@ -226,12 +225,12 @@ def load_training_state(
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
     loaded = load_opened(
-        directory, index, build, team, unexpected=unexpected, accounted=accounted, **options
+        checkpoint, build, team, unexpected=unexpected, accounted=accounted, **options
     )
     if streams_of_others and random_state and team.is_first:
         logger.warning(
             "%s has the random streams of %d ranks, not of %d: they are not restored",
-            directory,
+            checkpoint.directory,
             len(streams_of_others),
             team.size,
         )
