@@ -226,6 +226,7 @@ class StragglerWatch:
             enabled=True,
             device=device,
             sections=SECTIONS,
+            peers=f"stage {rank // (settings.world_size // settings.pp)}",
         )
         if self.detector.controller_error is not None:
             print(
