@@ -405,6 +405,9 @@ def _attend(
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
         arguments = (query, key, value, dropout_p, is_causal)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
+            added = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = added.masked_fill_(~attn_mask, float("-inf"))
         return flash(*arguments, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
     plain = torch.ops.aten._scaled_dot_product_attention_math
     weighted: torch.Tensor

@@ -120,7 +120,8 @@ def test_a_long_word_takes_no_longer_than_its_length():
 @pytest.mark.parametrize(
     "unit",
     ["x", "token", "token=", "a=", "'", '"', "token='", 'token="', "token=\\\"", "\\", "://",
-     "[", "token=[", "--api-key ", "-----BEGIN PRIVATE KEY-----", "eyJ", "http://", "webhook", "0:", " "],
+     "[", "token=[", "--api-key ", "-----BEGIN PRIVATE KEY-----", "eyJ", "http://", "webhook",
+     "0:", " "],
 )  # fmt: skip
 def test_the_time_is_proportional_to_the_length(unit):
     def time_of(size):

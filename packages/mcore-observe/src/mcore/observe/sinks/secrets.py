@@ -22,17 +22,17 @@ _SECRET_PART = re.compile(
 )
 _SECRET_WORDS = {"pwd", "pw", "sig"}
 # Keys of records, tables and dictionaries are no secrets.
-_OPEN_KEYS = frozenset(
-    "answer batch cache column data dataset dict feature field foreign group image index input join "
-    "json label lookup map messages metric monitor output partition primary prompt public query "
-    "question response reward sample shard sort state target text".split()
+_OPEN_KEYS = re.compile(
+    "answer|batch|cache|column|data|dataset|dict|feature|field|foreign|group|image|index|input|join"
+    "|json|label|lookup|map|messages|metric|monitor|output|partition|primary|prompt|public|query"
+    "|question|response|reward|sample|shard|sort|state|target|text"
 )
 # The tokens of a vocabulary, and counts of tokens.
-_OPEN_TOKENS = frozenset(
-    "added additional begin bos class cls decoder end eod eos image last mask max min new next num "
-    "pad prefix sep separator special start stop suffix unk unknown vocab".split()
+_OPEN_TOKENS = re.compile(
+    "added|additional|begin|bos|class|cls|decoder|end|eod|eos|image|last|mask|max|min|new|next|num"
+    "|pad|prefix|sep|separator|special|start|stop|suffix|unk|unknown|vocab"
 )
-_TOKENS_OF = frozenset("access api auth bearer bot hf refresh session".split())
+_TOKENS_OF = re.compile("access|api|auth|bearer|bot|hf|refresh|session")
 
 _NAME = re.compile(
     r"""(?<![\w.-])(?P<dashes>--?)?(?P<name>[A-Za-z_][\w.-]*)
@@ -208,12 +208,12 @@ def _classify_words(words: list[str]) -> str:
     if not lower:
         return ""
     before, last = lower[-2] if len(lower) > 1 else "", lower[-1]
-    is_key = last in ("key", "keys") and bool(before) and before not in _OPEN_KEYS
+    is_key = last in ("key", "keys") and bool(before) and not _OPEN_KEYS.fullmatch(before)
     if is_key or not _SECRET_WORDS.isdisjoint(lower) or _SECRET_PART.search("".join(lower)):
         return "secret"
     if last.endswith("token"):
-        return "" if before in _OPEN_TOKENS else "token"
-    return "token" if last == "tokens" and (not before or before in _TOKENS_OF) else ""
+        return "" if _OPEN_TOKENS.fullmatch(before) else "token"
+    return "token" if last == "tokens" and (not before or _TOKENS_OF.fullmatch(before)) else ""
 
 
 def _flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -59,7 +59,7 @@ def list_fields(
         Field("params norm", values.params_norm, ".3f"),
         Field("max attention logit", values.log_max_attention_logit, ".3f"),
     ]
-    averages = loss_averages(totals)
+    averages = loss_averages(totals) | dict(interval.losses)
     seconds = interval.seconds_per_iteration
     milliseconds = None if seconds is None else seconds * 1e3
     tflops_per_device = interval.tflops_per_device
