@@ -48,14 +48,9 @@ def _train_and_report(request: Request) -> int:
         mlflow = _open_mlflow(request, folder, ending)
         with mlflow or contextlib.nullcontext():
             train(
-                settings,
-                folder,
-                device,
-                resume=request.resume,
-                past_damage=request.by_itself,
-                mlflow=mlflow,
-                signal=lambda: ending.requested,
-            )
+                settings, folder, device, resume=request.resume, past_damage=request.by_itself,
+                mlflow=mlflow, signal=lambda: ending.requested,
+            )  # fmt: skip
         # A rank that hangs after the others have left would block the launcher without end.
         dist.barrier()
     except (Exception, SystemExit) as error:
@@ -66,9 +61,9 @@ def _train_and_report(request: Request) -> int:
 
 def _choose_device() -> torch.device:
     if torch.accelerator.is_available():
-        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-        if count == 1:  # launchers may show each process only its device
-            index = 0
+        count = torch.accelerator.device_count()
+        # Launchers may show each process only its device.
+        index = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", "0"))
         if index >= count:
             raise UsageError(
                 f"rank {os.environ['RANK']} is number {index} on its machine, which has "

@@ -19,7 +19,8 @@ from rank_testing import run_ranks
 
 WITHOUT_TENSORS = {
     "AttributeNotFoundError", "ConfigFieldError", "GraphInputMismatch", "GraphStateError",
-    "ModelHook", "ModelList", "ModelListError", "ModelType", "TransformerConfig", "__version__", "_BF16_TYPES",
+    "ModelHook", "ModelList", "ModelListError", "ModelType", "TransformerConfig", "__version__",
+    "_BF16_TYPES",
     "_FLOAT_TYPES", "_HALF_TYPES", "from_megatron_sharded_state_dict",
     "to_megatron_sharded_state_dict",
 }  # fmt: skip
