@@ -48,14 +48,9 @@ def _train_and_report(request: Request) -> int:
         mlflow = _open_mlflow(request, folder, ending)
         with mlflow or contextlib.nullcontext():
             train(
-                settings,
-                folder,
-                device,
-                resume=request.resume,
-                past_damage=request.by_itself,
-                mlflow=mlflow,
-                signal=lambda: ending.requested,
-            )
+                settings, folder, device, resume=request.resume, past_damage=request.by_itself,
+                mlflow=mlflow, signal=lambda: ending.requested,
+            )  # fmt: skip
         # A rank that hangs after the others have left would block the launcher without end.
         dist.barrier()
     except (Exception, SystemExit) as error:

@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 
-from standin import clocks, dispatch, guard, pinned
+from standin import clocks, dispatch, graphs, guard, pinned
 from standin.collectives import register_collectives
 from standin.generators import Generator, default_generators, make_default_generators
 from standin.memory import COUNT, NAME, read_stats, reset_peaks
@@ -27,6 +28,9 @@ class Backend:
     set_stream = staticmethod(clocks.set_stream)
     synchronize = staticmethod(clocks.synchronize)
     current_device = staticmethod(guard.current_index)
+    CUDAGraph = graphs.Graph
+    graph = staticmethod(graphs.graph)
+    graph_pool_handle = staticmethod(graphs.graph_pool_handle)
     is_on = False
 
     def is_available(self) -> bool:
@@ -41,6 +45,10 @@ class Backend:
 
     def _is_in_bad_fork(self) -> bool:
         return False
+
+    def is_current_stream_capturing(self) -> bool:
+        """Return whether a graph is being captured."""
+        return graphs.find_capture() is not None
 
     def init(self) -> None:
         """Do nothing."""
@@ -121,8 +129,10 @@ def register() -> None:
     problem = guard.find_problem()
     if problem is not None:
         raise RuntimeError(f"no stand-in: {problem}")
+    _device_constructors()  # torch keeps the list of its first call, which must not be of patches
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
     guard.extend_guard()
+    guard.install_allocator()
     make_default_generators()
     _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 

@@ -153,9 +153,7 @@ def clip_to_norm(
 
 
 def _reduce_square(
-    gradients: list[torch.Tensor],
-    flag: torch.Tensor,
-    groups: Iterable[dist.ProcessGroup | None],
+    gradients: list[torch.Tensor], flag: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]
 ) -> torch.Tensor:
     """The squared norm ``[1]`` of gradients that are sharded over the groups."""
     norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [gradients], False)

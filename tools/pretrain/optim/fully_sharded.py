@@ -47,14 +47,9 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     if outer == 1:
         return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
     return FSDPDistributedIndex(
-        mesh,
-        _SHARD,
-        _OUTER,
-        _TP,
-        hybrid_fsdp_group=groups.dp_cp,
-        expt_device_mesh=experts,
+        mesh, _SHARD, _OUTER, _TP, hybrid_fsdp_group=groups.dp_cp, expt_device_mesh=experts,
         hybrid_fsdp_expt_group=groups.expt_dp,
-    )
+    )  # fmt: skip
 
 
 def _split_dimension(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:

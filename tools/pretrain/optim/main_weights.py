@@ -115,12 +115,9 @@ class MainWeightOptimizer:
         """
         gradients = [(main, main.grad) for main in self.main if main.grad is not None]
         return clip_to_norm(
-            gradients,
-            limit,
-            tp_group=self.groups.tp,
-            shard_groups=[self.groups.pp],
+            gradients, limit, tp_group=self.groups.tp, shard_groups=[self.groups.pp],
             expert_groups=[self.groups.tp_ep_pp],
-        )
+        )  # fmt: skip
 
     def step(self, learning_rate: float, norm: torch.Tensor) -> None:
         """Update the main weights if the norm is finite, and copy them into the model."""

@@ -54,12 +54,9 @@ class Steps:
         self._share_over_stages(mean_loss)
         norm = self.optimizer.clip_gradients(settings.clip_grad)
         rate = learning_rate_at(
-            step,
-            peak=settings.lr,
-            final=settings.min_lr,
-            warmup_iters=settings.warmup_iters,
+            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
             train_iters=settings.train_iters,
-        )
+        )  # fmt: skip
         with self.ranges.optimizer():
             self.optimizer.step(rate, norm)
         # The host waits here for the first time, when the device has the work of the whole step.

@@ -38,7 +38,10 @@ class RankFile:
     ``key`` is the key of the content that was requested or written last, None before the first.
     """
 
-    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
+    def __init__(
+        self, save: LocalSave | RemoteSave, rank: int, report: Callable[[int], object]
+    ) -> None:
+        self._report = report  # called with the numbers of written bytes
         self.path: Place = save.file_of(rank)
         self._open = partial(save.new_file, rank)
         self.key: str | None = None
@@ -92,6 +95,7 @@ class RankFile:
         at, elements = stream.tell(), -1
         if isinstance(content, torch.Tensor):
             elements = write_tensor(stream, content)
+            self._report(content.nbytes)
         else:
             stream.write(content)
         self._unfinished = (number, stream.tell() - at, elements)

@@ -56,6 +56,7 @@ def save_training_state(
     async_: bool = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
     **more: Any,
 ) -> SaveHandle | None:
     """Write the whole state of a run as one checkpoint, which any layout can load.
@@ -87,6 +88,7 @@ def save_training_state(
         check_replicas: Compare all replicas on several ranks. Replicas of bare parameters and
             optimizer states are always compared.
         weights_only: Refuse values that a load would refuse.
+        progress_bar: As in :func:`save_sharded_state_dict`.
         **more: Extra values. For an object with ``state_dict`` and ``load_state_dict``, such as a
             scheduler, a scaler or a data loader, its state is saved. For another module, its
             tensors are saved. Any other value is saved itself. A value that differs between ranks
@@ -132,6 +134,7 @@ def save_training_state(
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
+        progress_bar=progress_bar,
     )
 
 
@@ -150,6 +153,7 @@ def load_training_state(
     process_group: GroupLike | None = None,
     weights_only: bool = True,
     verify: Verify = "while_reading",
+    progress_bar: bool = False,
     random_state: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
@@ -174,6 +178,7 @@ def load_training_state(
         process_group: The ranks that load. None is the world.
         weights_only: Refuse to run code from a checkpoint.
         verify: As in :func:`load_sharded_state_dict`.
+        progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
         **more: Objects, also modules, that get the state saved under these names, and dicts of
             tensors, also DTensors, which are filled in place.
@@ -212,7 +217,12 @@ def load_training_state(
     first = {"step": OneLeaf(), **stored.targets}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
-    options: dict[str, Any] = {"strict": strict, "weights_only": weights_only, "verify": verify}
+    options: dict[str, Any] = {
+        "strict": strict,
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress_bar": progress_bar,
+    }
     values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
@@ -254,6 +264,7 @@ def load_training_state(
     streams = values.get(RANDOM_STATE)
     if random_state and streams is not None:
         team.agree(lambda: set_rank_random_state(streams))
+    checkpoint.log_figures(team)
     return found
 
 
