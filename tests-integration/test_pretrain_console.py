@@ -97,9 +97,9 @@ def test_nohup_keeps_sighup_from_the_launcher_and_from_ranks() -> None:
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        handled = _make_launch_config(Settings()).signals_to_handle
+        handled = _make_launch_config(Settings(), Path()).signals_to_handle
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it to what it starts
-        handled_then = _make_launch_config(Settings()).signals_to_handle
+        handled_then = _make_launch_config(Settings(), Path()).signals_to_handle
         ending = Ending(300)
         for number in (signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)

@@ -94,11 +94,12 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
 # default is longer here than in torch, so that a busy machine has time to be told from it.
 LAUNCHER_S = 600
 DEAF_RANKS = f"""
+from pathlib import Path
 from pretrain.cli import launch
 from pretrain.settings import Settings
 launch._GRACE_AFTER_S = 0.5
 launch.PContext.close.__defaults__ = (None, {LAUNCHER_S})
-ranks = launch.elastic_launch(launch._make_launch_config(Settings(dp=2, grace_s=0.5)), "sh")
+ranks = launch.elastic_launch(launch._make_launch_config(Settings(dp=2, grace_s=0.5), Path()), "sh")
 ranks("-c", "trap '' TERM; touch up-$LOCAL_RANK; sleep 600")
 """
 

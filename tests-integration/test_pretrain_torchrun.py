@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,12 +137,30 @@ def test_the_batch_file_requeues_a_job_as_long_as_that_helps(tmp_path: Path) -> 
     assert [is_requeued(n, 1, saves=str(n)) for n in range(3, 8)] == [True] * 5
     assert [is_requeued(n, 1) for n in range(8, 11)] == [True, False, False]
     assert not is_requeued(11, 0, saves="8")
-    assert not is_requeued(12, 1, saves="9", diverges="1")
+    ids = []
+    for start in (12, 12):
+        assert not is_requeued(start, 1, saves="9", diverges="1")
+        said = (tmp_path / "said").read_text()
+        [(port, run_id)] = re.findall(r"--rdzv-endpoint 127\.0\.0\.1:(\d+) --rdzv-id (\S+)", said)
+        assert 10_000 <= int(port) < 30_000
+        assert re.fullmatch("7-12-[0-9a-f]{32}", run_id)
+        ids.append(run_id)
+    assert ids[0] != ids[1]
+
+
+def check_that_pods_hear_only_each_other(network: Any, store: Any, job: Any) -> None:
+    template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    chosen = network["spec"]["podSelector"]
+    for pod in (store, template):
+        assert chosen["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert network["kind"] == "NetworkPolicy"
+    assert network["spec"]["policyTypes"] == ["Ingress"]
+    assert network["spec"]["ingress"] == [{"from": [{"podSelector": chosen}]}]
 
 
 def test_the_cluster_files_give_options_that_exist() -> None:
     folder = TOOLS / "pretrain" / "cluster"
-    service, store, job = YAML(typ="safe").load_all(folder / "kubernetes.yaml")
+    service, store, job, network = YAML(typ="safe").load_all(folder / "kubernetes.yaml")
     policy = job["spec"]["elasticPolicy"]
     assert policy["rdzvHost"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == store["metadata"]["labels"]
@@ -150,6 +169,7 @@ def test_the_cluster_files_give_options_that_exist() -> None:
     [(name, value)] = [(entry["key"], entry["value"]) for entry in policy["rdzvConf"]]
     assert f"{name}={value}" == RENDEZVOUS
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    check_that_pods_hear_only_each_other(network, store, job)
     [container] = pod["containers"]
     assert {entry["name"]: entry["value"] for entry in container["env"]} == NODES_CHANGE
     assert container["command"] == ["hatch", "run", "torchrun", "-m", "pretrain"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from mcore.versioning import (
     ExperimentalNotEnabledError,
@@ -328,6 +329,47 @@ def test_gated_function_compiles_and_stays_gated(caplog: pytest.LogCaptureFixtur
     assert len([r for r in caplog.records if "fresh" in r.getMessage()]) == 1
     with experimental_enabled():
         assert _graphs(use, 4) == 1
+
+
+@experimental_fn("0.1.0")
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+class GatedLayer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sine(x) + Shifted.of(x)
+
+
+@experimental_cls("0.1.0")
+class Shifted:
+    @staticmethod
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_may_run_what_the_forward_ran(reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with experimental_enabled():
+        y = checkpoint(GatedLayer(), x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, x.detach().cos() + 1)
+    with pytest.raises(ExperimentalNotEnabledError):
+        sine(x)
+
+
+@experimental_fn("0.1.0")
+def never_ran() -> None: ...
+
+
+def test_a_backward_pass_does_not_open_the_gate_of_what_never_ran() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: never_ran())
+    with pytest.raises(ExperimentalNotEnabledError, match="never_ran"):
+        y.sum().backward()
 
 
 def test_gated_class_compiles() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from migrate.files import python_files, read
-from migrate.rewrite import rewrite
-from migrate.table import read_table
+from mcore_migrate.files import python_files, read
+from mcore_migrate.rewrite import rewrite
+from mcore_migrate.table import read_table
 
 TABLE = read_table()
 

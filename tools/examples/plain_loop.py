@@ -56,10 +56,7 @@ def train(folder: str, steps: int, slow_rank: int | None, rank: int, ranks: int)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            mean_loss = loss.detach() / ranks
-            if ranks > 1:
-                dist.all_reduce(mean_loss)
-            log.log_step({"loss": mean_loss}, lr=optimizer.param_groups[0]["lr"])
+            log.log_step({"loss": loss}, lr=optimizer.param_groups[0]["lr"])
             checkpoints.save(model, optimizer, step=step, log=log)
             if step % REPORT_EVERY == 0:
                 detector.report(0.0, REPORT_EVERY)  # a warning if a rank is slow

@@ -22,7 +22,7 @@ else:
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
-TEST_TOOL = "rank_testing"
+TEST_TOOLS = ("rank_testing", "standin")
 VERSION_LINE = re.compile(r"""^(__version__ *= *["'])([^"']*)""", re.MULTILINE)
 
 

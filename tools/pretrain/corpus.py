@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 
 from mcore.parallel.agreement import gathered_reports
 from pretrain.packing import PackedText
-from pretrain.settings import Settings, read_fact
-from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
+from pretrain.settings import Settings
+from pretrain.text.cache import (
+    TokenCache,
+    check_text,
+    find_cache,
+    make_cache,
+    open_cache,
+    read_borders,
+)
 from pretrain.usage import UsageError
 from pretrain.windows import Batch, Text, batch_at, starts_in_order
 
@@ -58,12 +65,9 @@ class Corpus:
         if not self.each_once:
             return self._draw(self.train, settings, rows, settings.seed, step)
         starts = starts_in_order(
-            len(self.train),
-            seq_length=settings.seq_length,
-            seed=settings.seed,
-            first=(step - 1) * settings.global_batch_size,
-            count=settings.global_batch_size,
-        )
+            len(self.train), seq_length=settings.seq_length, seed=settings.seed,
+            first=(step - 1) * settings.global_batch_size, count=settings.global_batch_size,
+        )  # fmt: skip
         return batch_at(self.train, starts, rows, settings.seq_length)
 
     def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
@@ -95,16 +99,12 @@ class Corpus:
 
     def _draw(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
         return draw_batch(
-            text,
-            rows=rows,
-            batch_size=settings.global_batch_size,
-            seq_length=settings.seq_length,
-            seed=seed,
-            step=step,
-        )
+            text, rows=rows, batch_size=settings.global_batch_size, seq_length=settings.seq_length,
+            seed=seed, step=step,
+        )  # fmt: skip
 
 
-def load_text(settings: Settings, run_dir: Path) -> Corpus:
+def load_text(settings: Settings, run_dir: Path, resumed: Path | None = None) -> Corpus:
     """The text of a run. With ``--data`` collective on the world.
 
     The first rank of each node writes a missing cache of tokens while the others wait. A failure
@@ -118,17 +118,17 @@ def load_text(settings: Settings, run_dir: Path) -> Corpus:
 
     def make() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            make_cache(settings, find_cache(settings, run_dir))
+            make_cache(settings, find_cache(settings, run_dir), resumed)
 
-    _run_on_all(make, patient_group)
-    corpus = _run_on_all(
+    run_on_all(make, patient_group)
+    corpus = run_on_all(
         lambda: load_cached_corpus(settings, find_cache(settings, run_dir)), patient_group
     )
     dist.destroy_process_group(patient_group)
     return corpus
 
 
-def _run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+def run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Run ``work`` on all ranks of a group. An error on one rank is raised on all ranks."""
     results: list[Result] = []
     report = None
@@ -172,14 +172,8 @@ def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) 
             "the ranks read different texts: start them all with the same Python version, or the "
             "same files of --data"
         )
-    if resumed is None:
-        return
-    before = read_fact(resumed, "corpus_crc32")
-    if before != corpus.checksum:
-        raise UsageError(
-            f"--data: its text (checksum {corpus.checksum}) differs from the text of the run to "
-            f"resume ({before}), so its position has no meaning: start a new run"
-        )
+    if resumed is not None:
+        check_text(corpus.checksum, resumed)
 
 
 def standard_library_files() -> list[Path]:

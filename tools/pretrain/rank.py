@@ -22,7 +22,7 @@ from pretrain.run_folder import RunFolder
 from pretrain.usage import UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
-from pretrain.watch.mlflow_target import choose_target
+from pretrain.watch.mlflow_target import choose_target, withhold_credentials
 
 
 def run_rank(request: Request) -> NoReturn:
@@ -48,14 +48,9 @@ def _train_and_report(request: Request) -> int:
         mlflow = _open_mlflow(request, folder, ending)
         with mlflow or contextlib.nullcontext():
             train(
-                settings,
-                folder,
-                device,
-                resume=request.resume,
-                past_damage=request.by_itself,
-                mlflow=mlflow,
-                signal=lambda: ending.requested,
-            )
+                settings, folder, device, resume=request.resume, past_damage=request.by_itself,
+                mlflow=mlflow, signal=lambda: ending.requested,
+            )  # fmt: skip
         # A rank that hangs after the others have left would block the launcher without end.
         dist.barrier()
     except (Exception, SystemExit) as error:
@@ -66,9 +61,9 @@ def _train_and_report(request: Request) -> int:
 
 def _choose_device() -> torch.device:
     if torch.accelerator.is_available():
-        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-        if count == 1:  # launchers may show each process only its device
-            index = 0
+        count = torch.accelerator.device_count()
+        # Launchers may show each process only its device.
+        index = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", "0"))
         if index >= count:
             raise UsageError(
                 f"rank {os.environ['RANK']} is number {index} on its machine, which has "
@@ -82,7 +77,9 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
     """Start opening the MLflow run (takes seconds) on the rank that writes logs."""
     if not (request.settings.mlflow and is_writer()):
         return None
-    target = choose_target(folder, request.mlflow_uri)
+    target = choose_target(folder, request.mlflow_uri, trusted=request.trust_run)
+    if target.is_foreign:
+        withhold_credentials(target)
     first_step = latest_step(folder) if request.resume is not None else 0
     warn_like_the_job()
     job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))

@@ -1,20 +1,51 @@
-"""The folder of a run: its name, its creation, and the paths inside it."""
+"""The folder of a run: its name, its creation, the paths inside it, and files opened safely."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import shlex
+import socket
+import stat
+import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from pretrain.usage import UsageError
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run."""
+    """Paths of a run.
 
-    path: Path
+    Attributes:
+        path: the folder itself.
+        metrics: JSON objects, one or more per step, each with its step.
+        tensorboard: the folder of event files.
+        mlflow_database: the MLflow store of a run without a server.
+        mlflow_artifacts: the folder of that store's files, created with the first file.
+        mlflow_facts: the id of the MLflow run, for later starts that continue it.
+        straggler_log: the reports of the straggler detector.
+        checkpoints: one folder per checkpoint.
+        diverged: the reason of a divergence. Exists until the user resumes the run.
+        loss_picture: train and validation loss over steps.
+        page: a web page with everything that was logged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.mlflow_database = path / "mlflow.db"
+        self.mlflow_artifacts = path / "mlflow_artifacts"
+        self.mlflow_facts = path / "mlflow.json"
+        self.straggler_log = path / "straggler.log"
+        self.checkpoints = path / "checkpoints"
+        self.diverged = path / "diverged.txt"
+        self.loss_picture = path / "loss.png"
+        self.page = path / "run.html"
 
     def is_gone(self) -> bool:
         """Whether the folder has lost its ``config.json``. Costs one stat."""
@@ -25,56 +56,6 @@ class RunFolder:
         except OSError:  # a passing error of the disk is no loss
             return False
         return False
-
-    @property
-    def metrics(self) -> Path:
-        """JSON objects, one or more per step, each with its step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def mlflow_database(self) -> Path:
-        """The MLflow store of a run without a server."""
-        return self.path / "mlflow.db"
-
-    @property
-    def mlflow_artifacts(self) -> Path:
-        """The folder of that store's files, created with the first file."""
-        return self.path / "mlflow_artifacts"
-
-    @property
-    def mlflow_facts(self) -> Path:
-        """The id of the MLflow run, for later starts that continue it."""
-        return self.path / "mlflow.json"
-
-    @property
-    def straggler_log(self) -> Path:
-        """The reports of the straggler detector."""
-        return self.path / "straggler.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def diverged(self) -> Path:
-        """The reason of a divergence. Exists until the user resumes the run."""
-        return self.path / "diverged.txt"
-
-    @property
-    def loss_picture(self) -> Path:
-        """Train and validation loss over steps."""
-        return self.path / "loss.png"
-
-    @property
-    def page(self) -> Path:
-        """A web page with everything that was logged."""
-        return self.path / "run.html"
 
     @property
     def resume_command(self) -> str:
@@ -100,10 +81,12 @@ def free_number(runs_dir: Path, layout: str, started: int) -> int:
     return number
 
 
-def make_run_folder(path: Path) -> RunFolder:
+def make_run_folder(path: Path, *, trusted: bool = False) -> RunFolder:
     """Create the folder of a new run. Raises UsageError if it is not empty or cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not trusted:
+            refuse_foreign(path, "--run-dir")
         if any(path.iterdir()):
             raise UsageError(f"--run-dir {path} is not empty: pass a new folder, or --resume it")
         probe = path / ".writable"
@@ -112,3 +95,67 @@ def make_run_folder(path: Path) -> RunFolder:
     except OSError as error:
         raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
     return RunFolder(path)
+
+
+def refuse_foreign(path: Path, option: str) -> None:
+    """Raise UsageError if another user owns a run folder or a file in it, or a file is a link.
+
+    The job writes into these files, and a link leads it to a file elsewhere. The folder itself may
+    be a link of this user.
+    """
+    try:
+        folders = [one for one in (path, path / "checkpoints") if one.is_dir()]
+        entries = [folder / name for folder in folders for name in os.listdir(folder)]
+        for one in [*folders[:1], *entries]:
+            with contextlib.suppress(FileNotFoundError):  # removed by another rank
+                facts = one.lstat()
+                if not (is_own(facts, one) and (one != path or is_own(path.stat(), path))):
+                    problem = f"belongs to another user ({facts.st_uid})"
+                elif one != path and not is_plain(facts):
+                    problem = "is a link, or neither a file nor a folder"
+                else:
+                    continue
+                problem += ". If you trust the folder, add --trust-run"
+                raise UsageError(f"{option} {path}: {one} {problem}")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}") from None
+
+
+def is_own(facts: os.stat_result, path: Path) -> bool:
+    """Whether a file is this user's: its owner is the owner of a new file at its place.
+
+    A network file system may store the files of root as those of another user.
+    """
+    if facts.st_uid == os.geteuid():
+        return True
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
+        return facts.st_uid == os.fstat(probe.fileno()).st_uid
+    return False
+
+
+def is_plain(facts: os.stat_result) -> bool:
+    """Whether these are the facts of a folder, or of a file without a second name."""
+    return stat.S_ISDIR(facts.st_mode) or (stat.S_ISREG(facts.st_mode) and facts.st_nlink < 2)
+
+
+def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file and return its number. An OSError for a link or pipe: neither is followed."""
+    number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if is_plain(os.fstat(number)):
+        return number
+    os.close(number)
+    raise OSError(errno.EMLINK, "it has a second name or is no file", str(path))
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A file that gets its name at the end of the block, and is deleted after an error."""
+    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        # Creation with O_EXCL, the "x", follows no link.
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

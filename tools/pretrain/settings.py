@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from pretrain.run_folder import replacing
 from pretrain.usage import UsageError
 
 if sys.version_info >= (3, 11):
@@ -140,11 +141,9 @@ class Settings:
     )
     topk: int = _option(2, "experts per token", _at_least(1), fixed=True)
     balance: Literal["batch", "sequence"] = _option(
-        "batch",
-        "balance expert loads over all sequences of a forward pass or over each sequence",
-        choices=("batch", "sequence"),
-        fixed=True,
-    )
+        "batch", "balance expert loads over all sequences of a forward pass or over each sequence",
+        choices=("batch", "sequence"), fixed=True,
+    )  # fmt: skip
     balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE, fixed=True)
     z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE, fixed=True)
     freeze_router: bool = _option(False, "keep the initial weights of the routers", fixed=True)
@@ -179,11 +178,9 @@ class Settings:
         0, "steps between bitwise comparisons of the dp x cp replicas (0: never)", _at_least(0)
     )
     exit_after: int = _option(
-        0,
-        "stop with a checkpoint after this many steps of this start (0: never)",
-        _at_least(0),
+        0, "stop with a checkpoint after this many steps of this start (0: never)", _at_least(0),
         kept=False,
-    )
+    )  # fmt: skip
     max_skipped: int = _option(
         10, "stop after this many steps in a row without finite gradients (0: never)", _at_least(0)
     )
@@ -237,10 +234,8 @@ class Settings:
 def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str, Any]]) -> None:
     """Write ``config.json``: the settings, and facts about the start of the run."""
     text = json.dumps({"settings": dataclasses.asdict(settings), **dict(facts)}, indent=2)
-    target = run_dir / "config.json"
-    partial = target.with_suffix(".json.partial")
-    partial.write_text(text + "\n")
-    partial.replace(target)
+    with replacing(run_dir / "config.json") as file:
+        file.write(f"{text}\n".encode())
 
 
 def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
@@ -251,7 +246,7 @@ def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
     fields = dataclasses.fields(Settings)
     try:
         stored = _check_stored(_parse_settings(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{option} {run_dir}: config.json is not from this job ({error})"
         ) from None
@@ -280,7 +275,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return _check_stored(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"--config {path}: {error}") from None
 
 
@@ -338,13 +333,9 @@ def _find_commit() -> str | None:
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(
-            command,
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5,
             check=True,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

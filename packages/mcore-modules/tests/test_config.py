@@ -42,7 +42,7 @@ def test_documented_defaults():
         "sequence_parallel": False,
         "fp16": False,
         "bf16": False,
-        "params_dtype": torch.float32,
+        "params_dtype": None,
         "fp8": None,
         "fp4": None,
         "use_kitchen": False,
@@ -57,8 +57,14 @@ def test_documented_defaults():
         "output_layer_init_method": None,
         "perform_initialization": True,
         "use_cpu_initialization": False,
+        "enable_cuda_graph": False,
+        "external_cuda_graph": False,
     }
-    fields = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
+    fields = {
+        field.name: field.default
+        for field in dataclasses.fields(TransformerConfig)
+        if not field.name.startswith("_")
+    }
     required = {"num_layers", "hidden_size", "num_attention_heads"}
     assert {name: fields[name] for name in fields.keys() - required} == documented
 
@@ -162,7 +168,61 @@ def test_deprecated_graph_flags_set_the_implementation(flag, impl):
         config = make(**{flag: True})
     assert config.cuda_graph_impl == impl
     assert caught[0].filename in __file__
-    assert flag not in {field.name for field in dataclasses.fields(config)}
+    assert getattr(config, flag) is True
+    changed = dataclasses.replace(config, **{flag: False})
+    assert (getattr(changed, flag), changed.cuda_graph_impl) == (False, "none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"bf16": True, "params_dtype": torch.float32}, torch.float32),
+    ],
+)
+def test_dtype_of_parameters_follows_the_precision_unless_given(fields, dtype):
+    assert make(**fields).params_dtype is dtype
+
+
+def test_replace_sets_dependent_fields_anew():
+    config = make(num_layers=2, hidden_size=12, bf16=True)
+    changed = dataclasses.replace(config, num_layers=8, hidden_size=24, bf16=False)
+    assert (changed.ffn_hidden_size, changed.params_dtype) == (96, torch.float32)
+    assert changed.output_layer_init_method.keywords["std"] == pytest.approx(0.02 / 16**0.5)
+    weight = torch.empty(400, 400)
+    dataclasses.replace(config, init_method_std=3.0).init_method(weight)
+    assert weight.std().item() == pytest.approx(3.0, rel=0.05)
+    again = dataclasses.replace(changed, hidden_size=48)
+    assert again.ffn_hidden_size == 192
+
+
+def test_replace_keeps_values_that_were_given():
+    given = {
+        "ffn_hidden_size": 7,
+        "params_dtype": torch.float64,
+        "init_method": torch.nn.init.ones_,
+    }
+    config = dataclasses.replace(make(**given), hidden_size=24, num_attention_heads=2)
+    assert {name: getattr(config, name) for name in given} == given
+    assert dataclasses.replace(make(), hidden_size=24, ffn_hidden_size=5).ffn_hidden_size == 5
+
+
+@dataclasses.dataclass
+class Extended(TransformerConfig):
+    kv_channels: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kv_channels is None:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+
+
+def test_a_dataclass_may_extend_it_as_that_of_megatron():
+    config = Extended(num_layers=1, hidden_size=12, num_attention_heads=4)
+    assert (config.kv_channels, config.ffn_hidden_size) == (3, 48)
+    assert dataclasses.replace(config, hidden_size=24).ffn_hidden_size == 96
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from rank_testing import run_ranks
 
 WITHOUT_TENSORS = {
     "AttributeNotFoundError", "ConfigFieldError", "GraphInputMismatch", "GraphStateError",
-    "ModelListError", "ModelType", "TransformerConfig", "__version__", "_BF16_TYPES",
+    "ModelHook", "ModelList", "ModelListError", "ModelType", "TransformerConfig", "__version__",
+    "_BF16_TYPES",
     "_FLOAT_TYPES", "_HALF_TYPES", "from_megatron_sharded_state_dict",
     "to_megatron_sharded_state_dict",
 }  # fmt: skip
@@ -68,6 +69,7 @@ def of_models():
     yield len(package.unwrap_model([model])), len(package._ensure_model_list(model))
     yield package.get_attr_wrapped_model(model, "xattn_needed"), package.get_model_xattn(model)
     yield package.get_model_type(model), package.get_model_config(model)
+    yield package.ensure_model_list(model) == [model], package.find_megatron_fsdp(model)
     yield package.get_mamba_inference_state_config_from_model(SimpleNamespace())
     yield package.MambaInferenceStateConfig(["M"], (2,), (3,)).conv_states_shape
     yield (

@@ -309,6 +309,30 @@ def test_a_dotted_path():
         create_value_head_hook(4, False, output_layer_path="vision.output_layer")(model)
 
 
+def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing():
+    model = Model(share_embeddings_and_output_weights=True)
+    with pytest.raises(ValueError, match=r"Model has no 'lm_head'.*\['body', 'output_layer'\]"):
+        create_value_head_hook(4, False, output_layer_path="lm_head")(Anything(model))
+    assert model.share_embeddings_and_output_weights
+    assert type(model.output_layer) is torch.nn.Linear
+
+
+def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "vocab_size": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
+    return LlamaForCausalLM(config)
+
+
+def test_logits_of_a_model_of_transformers_are_a_tensor():
+    model = make_llama()
+    create_value_head_hook(4, False, output_layer_path="lm_head")(model)
+    values = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+    hidden = model.model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state
+    assert torch.equal(values, hidden @ model.lm_head.weight.T)
+
+
 @pytest.mark.parametrize("post_process", [True, False])
 def test_post_process_decides_without_a_group(post_process):
     model = SimpleNamespace(post_process=post_process)

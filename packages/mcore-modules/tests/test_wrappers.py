@@ -1,4 +1,5 @@
 import copy
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from mcore.modules import (
     ModelListError,
     ModelType,
     _ensure_model_list,
+    ensure_model_list,
+    find_megatron_fsdp,
     get_attr_wrapped_model,
     get_model_config,
     get_model_type,
@@ -191,6 +194,28 @@ def test_data_parallel_wrappers_of_torch():
     assert run_ranks(look_into_data_parallel_wrappers, 1) == [[True] * 4]
 
 
+def of_megatron(name, module, inner):
+    """An instance of a class with the name and module of a wrapper of Megatron."""
+    kind = type(name, (Wrapper,), {"__module__": module})
+    return type("Derived", (kind,), {})(inner)
+
+
+def test_wrappers_of_megatron_are_known_by_name():
+    model = torch.nn.Linear(1, 1)
+    fsdp = of_megatron("MegatronFSDP", "megatron_fsdp.megatron_fsdp", model)
+    adapter = of_megatron(
+        "FullyShardedDataParallel", "megatron.core.distributed.fsdp.mcore_fsdp_adapter", fsdp
+    )
+    half = of_megatron("Float16Module", "megatron.core.transformer.module", adapter)
+    ddp = of_megatron("DistributedDataParallel", "megatron.core.distributed", half)
+    assert unwrap_model([Float16Module(CONFIG, ddp)]) == [model]
+    assert find_megatron_fsdp(ddp) is fsdp
+    assert find_megatron_fsdp(model) is None
+    other = of_megatron("Float16Module", "another.library", model)
+    assert unwrap_model(other) is other
+    assert not {name for name in sys.modules if name.partition(".")[0].startswith("megatron")}
+
+
 def test_explicit_classes_replace_the_default():
     model = torch.nn.Linear(1, 1)
     wrapper = torch.nn.DataParallel(Wrapper(model))
@@ -239,6 +264,7 @@ def test_submodules_are_compared_by_identity():
 
 def test_lists_of_models():
     chunks = [1, 2]
+    assert ensure_model_list is _ensure_model_list
     assert _ensure_model_list(chunks) is chunks
     assert _ensure_model_list((1, 2)) == [1, 2]
     with pytest.raises(TypeError, match="None"):

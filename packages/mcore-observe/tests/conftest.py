@@ -35,6 +35,7 @@ from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
 from rank_testing.scripts import Script
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
+
 
 @pytest.fixture(autouse=True)
 def same_draws():

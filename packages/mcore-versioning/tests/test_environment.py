@@ -7,12 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
-from mcore.versioning import __version__
+from mcore.versioning import (
+    __version__,
+    clear_version_cache,
+    get_fa_version,
+    get_package_version,
+    is_fa_min_version,
+)
 from mcore.versioning.__main__ import main
 from mcore.versioning.environment import (
     EnvironmentReport,
@@ -355,3 +363,83 @@ def test_program_of_a_fresh_process(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in finished.stdout.splitlines())
     assert lines["mcore-versioning"] == __version__
     assert lines["flash-attn"].startswith("present but unusable: flash_attn is only a folder")
+
+
+METADATA = b"Metadata-Version: 2.1\nName: odd-package\nVersion: 2.7.4\n"
+ODD = {
+    "latin metadata": {"METADATA": METADATA + b"Author: J\xf6rg\n"},
+    "byte order mark": {"METADATA": b"\xef\xbb\xbf" + METADATA},
+    "columns of RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/__init__.py,,,,extra\n"},
+    "latin RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/\xf6.py,,\n"},
+    "size in RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/__init__.py,sha256=a,big\n"},
+    "tag": {"METADATA": METADATA, "WHEEL": b"Wheel-Version: 1.0\nTag: cp311\n"},
+    "marker": {"METADATA": METADATA + b'Requires-Dist: torch; os_name ~= "posix"\n'},
+}
+
+
+@pytest.mark.parametrize("files", ODD.values(), ids=ODD)
+def test_odd_metadata_is_no_crash(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_package").mkdir()
+    (tmp_path / "odd_package" / "__init__.py").write_text("raise RuntimeError('no GPU')")
+    folder = tmp_path / "odd_package-2.7.4.dist-info"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert package_state("odd_package", "odd-package") == PackageState("odd-package", "2.7.4")
+    assert get_package_version("odd_package", "odd-package") == Version("2.7.4")
+
+
+def test_a_marker_that_cannot_be_evaluated_hides_no_other_requirement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_package.py").write_text("")
+    folder = tmp_path / "odd_package-2.7.4.dist-info"
+    folder.mkdir()
+    lines = b'Requires-Dist: a; os_name ~= "posix"\nRequires-Dist: no-such-thing>=2\n'
+    (folder / "METADATA").write_bytes(METADATA + lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = package_state("odd_package", "odd-package").reason
+    assert reason == "version 2.7.4 needs no-such-thing>=2, which is not installed"
+
+
+class BrokenFinder:
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "flash_attn":
+            raise RuntimeError("finder broke")
+
+
+def test_a_finder_that_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [BrokenFinder(), *sys.meta_path])
+    states = {state.name: state for state in environment_report().packages}
+    assert states["flash-attn"].reason == (
+        "looking for flash_attn raises RuntimeError('finder broke')"
+    )
+    assert states["mcore-versioning"].status == "installed"
+    assert is_fa_min_version("1.0") is False
+
+
+@pytest.mark.parametrize("entry", [b"/tmp", None, 3, Path("/tmp")])
+def test_entries_of_the_path_that_are_no_text(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, entry])
+    clear_version_cache()
+    assert get_package_version("no_such_module") is None
+    assert get_package_version("packaging") is not None
+    assert len(environment_report().as_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["raise RuntimeError('CUDA required')", "def f(:", "import sys; sys.exit(3)"],
+)
+def test_a_package_that_fails_to_import_is_no_crash(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    clear_version_cache()
+    assert is_fa_min_version("2.0") is False
+    with pytest.raises(PackageNotFoundError):
+        get_fa_version()

@@ -492,7 +492,8 @@ def test_remembered_answers_equal_fresh_ones(
     there = Version(installed)
     for request, check_equality, release_only in requests:
         wanted = Version(request)
-        shown = Version(there.base_version) if release_only else there
+        post = "" if there.post is None else f".post{there.post}"
+        shown = Version(there.base_version + post) if release_only else there
         if not check_equality and wanted.local is None:
             shown = Version(shown.public)
         expected = shown >= wanted if check_equality else shown > wanted
@@ -544,3 +545,24 @@ def _pretend(conv: str | None, mamba: str | None, monkeypatch: pytest.MonkeyPatc
     for module, version in (("causal_conv1d", conv), ("mamba_ssm", mamba)):
         stub = None if version is None else types.SimpleNamespace(__version__=version)
         monkeypatch.setitem(sys.modules, module, stub)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("flashinfer", "flashinfer"), ("emerging_optimizers", "emerging_optimizers")],
+)
+def test_newer_libraries(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = getattr(v, f"get_{name}_version")
+    is_min = getattr(v, f"is_{name}_min_version")
+    monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
+    assert get() is None
+    assert is_min("0.1") is False
+    there = types.ModuleType(module)
+    there.__version__ = "0.6.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, there)
+    assert get() == Version("0.6.0")
+    assert [is_min("0.6.0"), is_min("0.6.0", check_equality=False), is_min("0.7")] == [
+        True,
+        False,
+        False,
+    ]

@@ -38,6 +38,13 @@ def test_table_of_comparisons(installed: str, requested: str, at_least: bool, ne
     assert is_at_least(there, wanted, False) is newer
 
 
+def test_release_only_leaves_a_post_release_newer() -> None:
+    there = Version("2.7.1.post2")
+    assert is_at_least(there, Version("2.7.1.post2"), release_only=True) is True
+    assert is_at_least(there, Version("2.7.1"), False, release_only=True) is True
+    assert is_at_least(there, Version("2.7.1.post3"), release_only=True) is False
+
+
 def test_release_only_lets_a_build_of_a_coming_release_count_as_it() -> None:
     there = Version(NVIDIA)
     assert is_at_least(there, Version("2.9.0"), release_only=True) is True
@@ -93,7 +100,8 @@ def test_newer_implies_at_least(installed: Version, requested: Version, release_
 def test_release_only_compares_the_release_numbers(
     installed: Version, requested: Version, check_equality: bool
 ) -> None:
-    release = Version(".".join(str(number) for number in installed.release))
+    post = "" if installed.post is None else f".post{installed.post}"
+    release = Version(".".join(str(number) for number in installed.release) + post)
     expected = release >= requested if check_equality else release > requested
     answer = is_at_least(installed, requested, check_equality, release_only=True)
     assert answer == expected

@@ -33,9 +33,18 @@ def _loaded_by(module: str) -> set[str]:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    added = _loaded_by("mcore.versioning") - _loaded_by("packaging.version")
+    front = _loaded_by("mcore.versioning") - _loaded_by("packaging.version")
+    assert front <= {"mcore", "mcore.versioning", "mcore.versioning._version"}
+    names = "mcore.versioning; from mcore.versioning import *; sys"
+    added = _loaded_by(names) - _loaded_by("packaging.version")
     assert "mcore.versioning.installed" in added
     assert added.isdisjoint(FORBIDDEN)
+
+
+def test_modules_are_attributes_without_an_import() -> None:
+    code = "import mcore.versioning as v; print(v.config.ENABLE_EXPERIMENTAL, v.lookup.__name__)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=True)
+    assert done.stdout.split() == [b"False", b"mcore.versioning.lookup"]
 
 
 def test_all_is_sorted_and_every_name_exists() -> None:

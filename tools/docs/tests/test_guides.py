@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from migrate.__main__ import main as migrate
+from mcore_migrate.__main__ import main as migrate
 from rank_testing import preload
 from rank_testing.programs import run_program
 from rank_testing.scripts import run_script

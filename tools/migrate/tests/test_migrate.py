@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from migrate.__main__ import main
-from migrate.differences import _GROUPS, POSITIONAL
-from migrate.files import Result, read, written
-from migrate.rewrite import rewrite
-from migrate.table import Table, read_table
+from mcore_migrate.__main__ import main
+from mcore_migrate.differences import _GROUPS, POSITIONAL
+from mcore_migrate.files import Result, read, written
+from mcore_migrate.rewrite import rewrite
+from mcore_migrate.table import Table, read_table
 from monorepo.isolation.venv import build
 
 TABLE = read_table()
@@ -450,7 +450,7 @@ def test_an_interrupt_tells_of_what_is_written(
             signal.raise_signal(signal.SIGINT)
         return done
 
-    monkeypatch.setattr("migrate.__main__.written", written_then_interrupted)
+    monkeypatch.setattr("mcore_migrate.__main__.written", written_then_interrupted)
     assert main([str(tmp_path)]) == 130
     done, error = capsys.readouterr()
     assert [name for name in names if f"{name}:2: get_pg_size: no group" in done] == [*names[:2]]
@@ -463,7 +463,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("from megatron.core.utils import divide\n")
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "migrate", "--check", str(tmp_path)]
+    command = [sys.executable, "-m", "mcore_migrate", "--check", str(tmp_path)]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

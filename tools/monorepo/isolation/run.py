@@ -17,7 +17,7 @@ from monorepo.git_tags import ReleaseTag, export_tree, release_tags
 from monorepo.isolation.checks import TORCH, check_contents, check_siblings
 from monorepo.isolation.venv import CleanVenv, IsolationError, build_wheels, make_venv
 from monorepo.ranges import format_requirement, sibling_requirements
-from monorepo.workspace import TEST_TOOL, Distribution, Workspace, load_workspace
+from monorepo.workspace import TEST_TOOLS, Distribution, Workspace, load_workspace
 
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
 
@@ -90,8 +90,8 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
     """Run the tests of a package in a folder from which no source of the repository is found."""
     copy = outside / target.folder.relative_to(workspace.root)
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
-    helper = Path("tools") / TEST_TOOL
-    shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
+    for helper in (Path("tools") / name for name in TEST_TOOLS):
+        shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
     shutil.copy(workspace.root / "pyproject.toml", outside)
     report = outside / "report.xml"
     status = venv.run_tests(outside, "--hypothesis-seed=0", f"--junitxml={report}", str(copy))

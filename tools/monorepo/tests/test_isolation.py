@@ -53,7 +53,7 @@ def repository(tmp_path: Path) -> SampleRepository:
     made.add_package("mcore-other")
     settings = '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\npythonpath = ["tools"]\n'
     made.write({"pyproject.toml": settings, "hatch.toml": HATCH})
-    made.write({"tools/rank_testing/__init__.py": "answer = 42\n"})
+    made.write({"tools/rank_testing/__init__.py": "answer = 42\n", "tools/standin/x.py": ""})
     return made
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from pretrain.run_folder import open_plain
 from pretrain.usage import UsageError
 
 # A restarted job waits this long for the previous one: ranks outlive their launcher.
@@ -30,7 +31,9 @@ def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
     """
     path = folder / LOCK_NAME
     try:
-        file = path.open("a+")
+        number = open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        os.fchmod(number, 0o600)  # a reader of the file could hold the lock
+        file = open(number, "a+")  # noqa: SIM115  # open until the process ends
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
     _lock(file, fcntl.LOCK_EX, folder, patience_s)
@@ -43,9 +46,14 @@ def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
 def check_unclaimed(folder: Path, patience_s: float = 0.0) -> None:
     """Raise UsageError if a job holds the folder for longer than ``patience_s``. Locks nothing."""
     path = folder / LOCK_NAME
-    if path.exists():
-        with path.open() as file:
-            _lock(file, fcntl.LOCK_SH, folder, patience_s)
+    try:
+        number = open_plain(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    with open(number) as file:
+        _lock(file, fcntl.LOCK_SH, folder, patience_s)
 
 
 def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
@@ -60,8 +68,7 @@ def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_EVERY_S)
-    file.seek(0)
-    owner = file.read()
+    owner = os.pread(file.fileno(), 1000, 0)
     file.close()
     raise UsageError(f"{folder} is in use by another job ({_describe_owner(owner)})")
 
@@ -94,9 +101,9 @@ def is_of_this_launcher(folder: Path) -> bool:
     return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def _describe_owner(owner: str) -> str:
+def _describe_owner(owner: bytes) -> str:
     try:
         facts = json.loads(owner)
-        return f"host {facts['host']}, process {facts['pid']}"
-    except (ValueError, KeyError, TypeError):
+        return f"host {facts['host']}, process {facts['pid']}"[:200]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "unknown host"

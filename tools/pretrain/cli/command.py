@@ -12,7 +12,7 @@ from pathlib import Path
 from pretrain.cli.claim import PATIENCE_S, check_unclaimed, claim, is_of_this_launcher
 from pretrain.cli.console import open_console
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
-from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
+from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run, refuse_foreign
 from pretrain.usage import EXIT_USAGE, UsageError
 
 _URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
@@ -32,9 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def _start_ranks(argv: list[str]) -> int:
-    given = parse(argv)
-    _resume_automatically(given)
-    request = resolve(given, None)
+    request = _read_request(argv, None)
     if request.resume is not None:
         check_unclaimed(request.resume, PATIENCE_S if request.by_itself else 0.0)
     _check_tracking(request)
@@ -43,7 +41,7 @@ def _start_ranks(argv: list[str]) -> int:
     if request.resume is not None:
         folder = RunFolder(request.resume)
     elif request.run_dir is not None:
-        folder = make_run_folder(request.run_dir)
+        folder = make_run_folder(request.run_dir, trusted=request.trust_run)
     else:
         layout, started = request.settings.run_kind, int(time.time())
         number = free_number(request.runs_dir, layout, started)
@@ -54,9 +52,7 @@ def _start_ranks(argv: list[str]) -> int:
 
 
 def _run_rank_process(argv: list[str]) -> int:
-    given = parse(argv)
-    _resume_automatically(given)
-    request = resolve(given, int(os.environ["WORLD_SIZE"]))
+    request = _read_request(argv, int(os.environ["WORLD_SIZE"]))
     handed = os.environ.pop(_URI_FOR_RANKS, None)  # not inherited by child processes
     if handed is not None:
         request = dataclasses.replace(request, mlflow_uri=handed)
@@ -70,6 +66,21 @@ def _run_rank_process(argv: list[str]) -> int:
     from pretrain.rank import run_rank
 
     return run_rank(request)
+
+
+def _read_request(argv: list[str], world_size: int | None) -> Request:
+    """Read the command line and the run to resume, which is foreign without ``--trust-run``."""
+    given = parse(argv)
+    _resume_automatically(given)
+    trusted = "trust_run" in given
+    if "resume" in given and not trusted:
+        refuse_foreign(given.resume, "--resume")
+    request = resolve(given, world_size)
+    if request.names_text and request.settings.data and not trusted:
+        from pretrain.text.cache import refuse_foreign_text
+
+        refuse_foreign_text(request.settings, given.resume)
+    return request
 
 
 def _resume_automatically(given: argparse.Namespace) -> None:
@@ -118,9 +129,8 @@ def _check_tracking(request: Request) -> None:
         return
     from pretrain.watch.mlflow_target import choose_target
 
-    choose_target(
-        RunFolder(request.resume or request.run_dir or request.runs_dir), request.mlflow_uri
-    )
+    folder = RunFolder(request.resume or request.run_dir or request.runs_dir)
+    choose_target(folder, request.mlflow_uri, trusted=request.trust_run)
 
 
 def _find_start_step(request: Request) -> int:
@@ -154,7 +164,7 @@ def _prepare_text(request: Request) -> None:
 
     run_dir = request.resume or request.run_dir or request.runs_dir / "run"
     cache = find_cache(request.settings, run_dir)
-    make_cache(request.settings, cache)
+    make_cache(request.settings, cache, request.resume)
     load_cached_corpus(request.settings, cache)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -18,10 +19,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from mcore.parallel.checkpoint import CheckpointingException
+from pretrain.cli.handshake import PRIVATE_FOLDER
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run.loop import DivergedError, RunFolderError, StoppedBySignal
 from pretrain.run.saving import ReplicasDifferError
-from pretrain.run_folder import RunFolder
+from pretrain.run_folder import RunFolder, replacing
 from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE, UsageError
 
 LAST_CALL_S = 2.5
@@ -54,6 +56,7 @@ class Ending:
         self.requested = 0
         self.last_call: Callable[[], None] = lambda: None
         self._launcher = os.getppid()
+        self._private_folder = os.environ.get(PRIVATE_FOLDER)
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -70,6 +73,8 @@ class Ending:
             numbers = os.read(self._reading, 4096) if ready else b""
             now = time.monotonic()
             if os.getppid() != self._launcher:
+                if self._private_folder is not None:  # the launcher would have removed it
+                    shutil.rmtree(self._private_folder, ignore_errors=True)
                 self._end(self.requested or _LAUNCHER_GONE)
             if self.requested:
                 if now - noted_at > self.grace_s or (numbers and now - noted_at > _AGAIN_S):
@@ -101,8 +106,8 @@ def end_after(error: BaseException, folder: RunFolder | None) -> int:
         return int(str(error.code))
     if isinstance(error, DivergedError) and folder is not None:
         if dist.get_rank() == 0:
-            with contextlib.suppress(OSError):
-                folder.diverged.write_text(f"{error}\n")
+            with contextlib.suppress(OSError), replacing(folder.diverged) as file:
+                file.write(f"{error}\n".encode())
         return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
     if isinstance(error, RunFolderError) and folder is not None:
         more = "" if folder.is_gone() else f". {describe_latest(folder)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -19,6 +21,7 @@ from pretrain.cli.options import Request
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import UsageError
 
+PRIVATE_FOLDER = "PRETRAIN_PRIVATE_FOLDER"  # holds the store of ranks on one machine
 _MEET_EVERY_S = 0.02
 _SEEN_WITHIN_S = 10.0  # network file systems show new files late
 
@@ -29,16 +32,18 @@ def join(device: torch.device, timeout: datetime.timedelta) -> None:
     After a restart, torchrun's store still contains the addresses of the previous ranks, so each
     start uses a separate prefix.
     """
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = os.environ.pop(PRIVATE_FOLDER, None)  # not inherited by child processes
+    if folder is None:
+        store = next(rendezvous("env://", timeout=timeout))[0]
+    else:
+        store = FileStore(os.path.join(folder, "ranks"))
+        store.set_timeout(timeout)
     name = _agree_on_name(store, rank, world_size, timeout.total_seconds())
     dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=PrefixStore(name, store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+        dist.get_default_backend_for_device(device), store=PrefixStore(name, store), rank=rank,
+        world_size=world_size, timeout=timeout, device_id=None if device.type == "cpu" else device,
+    )  # fmt: skip
 
 
 def _agree_on_name(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
@@ -80,7 +85,8 @@ def agree_on_folder(request: Request, device: torch.device) -> RunFolder:
         number = free_number(request.runs_dir, layout, started)
         try:
             named = request.run_dir or name_run(request.runs_dir, layout, started, number)
-            request.claims.append(claim(make_run_folder(named).path))
+            folder = make_run_folder(named, trusted=request.trust_run)
+            request.claims.append(claim(folder.path))
         except UsageError as error:
             problem = error
         facts.copy_(torch.tensor([started, number, int(problem is not None)]))

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import sys
+import tempfile
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pretrain.cli.ending import is_under_nohup
+from pretrain.cli.handshake import PRIVATE_FOLDER
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE
 
+_RARELY_S = 86_400
 _GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 
 
@@ -34,9 +44,10 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     arguments = list(argv)
     if request.resume is None and request.run_dir is None:
         arguments += ["--run-dir", str(folder.path)]
-    ranks = elastic_launch(_make_launch_config(request.settings), sys.executable)
     try:
-        ranks("-m", "pretrain", *arguments)
+        with _stay_on_this_machine() as private:
+            config = _make_launch_config(request.settings, private)
+            elastic_launch(config, sys.executable)("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
         # After the first rank has ended, the launcher may kill the others before they exit.
         codes = {failure.exitcode for failure in failed.failures.values()}
@@ -57,7 +68,30 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     return 0
 
 
-def _make_launch_config(settings: Settings) -> LaunchConfig:
+@contextlib.contextmanager
+def _stay_on_this_machine() -> Iterator[Path]:
+    """A private folder for the stores. Inside, ranks inherit loopback as their only interface.
+
+    Nothing listens for a store: whoever can write to one runs code in its readers, which unpickle
+    its values.
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="pretrain-", ignore_cleanup_errors=True) as private:
+        os.environ |= {
+            PRIVATE_FOLDER: private,
+            "GLOO_SOCKET_IFNAME": loopback,
+            "NCCL_SOCKET_IFNAME": loopback,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        try:
+            yield Path(private)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _make_launch_config(settings: Settings, private: Path) -> LaunchConfig:
     wait_s = math.ceil(settings.grace_s + _GRACE_AFTER_S)
     config = LaunchConfig(
         min_nodes=1,
@@ -65,8 +99,11 @@ def _make_launch_config(settings: Settings) -> LaunchConfig:
         nproc_per_node=settings.world_size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=str(private / "launcher"),
+        # The file grows with each sign of life, which the only node does not need.
+        rdzv_configs={"store_type": "file", "keep_alive_interval": _RARELY_S},
         local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(str(private / "logs")),
         max_restarts=0,
         monitor_interval=0.1,
     )

@@ -22,6 +22,7 @@ _ONLY_WITH = {
     "packed": ("document_multiple",),
     "data": ("field", "data_cache"),
 }
+_STARTS = ("run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -49,11 +50,13 @@ class Request:
     """One start of the job: the settings and where it reads and writes."""
 
     settings: Settings
-    run_dir: Path | None
-    resume: Path | None
-    runs_dir: Path
+    run_dir: Path | None = None
+    resume: Path | None = None
+    runs_dir: Path = Path("runs")
     stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
     by_itself: bool = False  # resumed automatically, without --resume
+    trust_run: bool = False
+    names_text: bool = False  # the run to resume names the text, not the command line
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
@@ -68,14 +71,11 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. The result contains only the options that were given."""
     parser = Parser(
-        prog="pretrain",
-        usage="pretrain [options]",
+        prog="pretrain", usage="pretrain [options]",
         description="Train a small GPT on the bytes of Python's standard library, or on --data.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument(
         "--ranks", type=int, help="ranks to start here (default: tp * cp * pp * dp)"
     )
@@ -86,17 +86,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--auto-resume", action="store_true", help="continue --run-dir if it has a checkpoint"
     )
     parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="accept a run folder of another user, links in it, and the text and MLflow server "
+        "that it names (which then gets your credentials)",
+    )
+    parser.add_argument(
         MLFLOW_URI,
         metavar="URI",
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
         "folder). A password is safer in MLFLOW_TRACKING_PASSWORD",
     )
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
+        "--config", type=Path, metavar="FILE",
         help="settings from a TOML file or a run's config.json; options override them",
-    )
+    )  # fmt: skip
     group = parser.add_argument_group()
     for field in dataclasses.fields(Settings):
         if field.name in _GROUPS:
@@ -130,13 +134,10 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     ranks = options.pop("ranks", None)
     if ranks is not None and ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {ranks}")
-    resume = options.pop("resume", None)
-    run_dir = options.pop("run_dir", None)
     options.pop("auto_resume", None)
-    by_itself = options.pop("by_itself", False)
-    runs_dir = options.pop("runs_dir", Path("runs"))
-    mlflow_uri = options.pop("mlflow_uri", None)
-    if resume is not None and run_dir is not None:
+    start = {name: options.pop(name) for name in _STARTS if name in options}
+    resume = start.get("resume")
+    if resume is not None and "run_dir" in start:
         raise UsageError("--resume continues in the folder of the run: remove --run-dir")
     if (config := options.pop("config", None)) is not None:
         options = {**read_config(config), **options}
@@ -151,19 +152,14 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     if not base:
         _refuse_unused(options, settings)
     check(settings, world_size if world_size is not None else ranks)
-    if mlflow_uri is not None and not settings.mlflow:
+    if "mlflow_uri" in start and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
     before: dict[str, Any] = {**_read_layout(base), **({"vpp": base["vpp"]} if base else {})}
     stored = dataclasses.replace(settings, **before).layout
     return Request(
-        settings=settings,
-        run_dir=run_dir,
-        resume=resume,
-        runs_dir=runs_dir,
-        stored_layout="" if stored == settings.layout else stored,
-        by_itself=by_itself,
-        mlflow_uri=mlflow_uri,
-    )
+        settings=settings, stored_layout="" if stored == settings.layout else stored,
+        names_text="data" in base and "data" not in given, **start,
+    )  # fmt: skip
 
 
 def _add_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

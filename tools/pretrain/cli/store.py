@@ -6,6 +6,7 @@ creates a store.
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 
@@ -13,9 +14,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the process ends and print the port. Port 0 means any free port."""
+    """Serve on one address until the process ends and print the port. Port 0: any free port.
+
+    Whoever reaches the port can run code in the job: the store has no passwords.
+    """
     host, port = arguments
-    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    # Without a socket of ours, the store would listen on all addresses.
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, int(port)), family=family)
+    store = TCPStore(
+        host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
     print(store.port, flush=True)
     threading.Event().wait()
 

@@ -19,7 +19,6 @@ from mcore.parallel import (
     get_pg_size,
     resolve_submesh,
 )
-from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
 from pretrain.model.experts import Experts, is_expert, mark_expert
 from pretrain.model.gpt import TransformerLayer
@@ -48,14 +47,9 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     if outer == 1:
         return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
     return FSDPDistributedIndex(
-        mesh,
-        _SHARD,
-        _OUTER,
-        _TP,
-        hybrid_fsdp_group=groups.dp_cp,
-        expt_device_mesh=experts,
+        mesh, _SHARD, _OUTER, _TP, hybrid_fsdp_group=groups.dp_cp, expt_device_mesh=experts,
         hybrid_fsdp_expt_group=groups.expt_dp,
-    )
+    )  # fmt: skip
 
 
 def _split_dimension(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:
@@ -113,15 +107,6 @@ class FullyShardedOptimizer:
         self.adamw = AdamW(self.params, weight_decay=weight_decay)
         self._accumulated = 0
 
-    @property
-    def updates(self) -> int:
-        """Number of updates."""
-        return self.adamw.updates
-
-    def set_updates(self, updates: int) -> None:
-        """Set the number of updates."""
-        self.adamw.set_updates(updates)
-
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Count a micro-batch: FSDP adds its reduced gradients to the earlier ones."""
         self._accumulated += is_whole
@@ -169,30 +154,17 @@ class FullyShardedOptimizer:
             ],
         )
 
-    def step(self, learning_rate: float) -> None:
-        """Update the shards."""
-        self.adamw.step(learning_rate)
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of this step."""
-        for param in self.params:
-            param.grad = None
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the shards if the norm is finite."""
+        self.adamw.step(learning_rate, norm)
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Moments, sharded like their parameters.
 
         With bf16 the entries equal those of layouts without FSDP: the fp32 weights are main
-        weights, and the model's parameters are bf16 copies.
+        weights, next to the model's parameters, which the checkpoint rounds.
         """
-        state = shard_like_parameters(model_state, self.params, self._list_states)
-        if self.bf16:
-            mine = {id(param): param for param in self.params}
-            for key, value in model_state.items():
-                if isinstance(value, ShardedTensor) and id(value.data) in mine:
-                    low = mine[id(value.data)].detach().bfloat16()
-                    state[key] = dataclasses.replace(value, data=low, dtype=low.dtype)
-        return state
+        return shard_like_parameters(model_state, self.params, self._list_states)
 
     def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self.bf16:

@@ -172,7 +172,7 @@ class CheckpointedState:
         if "random_streams" in loaded:
             restore_streams(loaded["random_streams"], self.device)
         self.train_state.load_state_dict(facts["train_state"])
-        self.optimizer.set_updates(facts["updates"])
+        self.optimizer.adamw.set_updates(facts["updates"])
 
     def _describe_tensors(self) -> dict[str, Any]:
         metadata = {"dp_cp_group": self.groups.dp_cp, "tp_group": self.groups.tp}
@@ -188,7 +188,7 @@ class CheckpointedState:
     def _describe_facts(self) -> dict[str, Any]:
         return {
             "layout": self._describe_layout(),
-            "updates": self.optimizer.updates,
+            "updates": self.optimizer.adamw.updates,
             "train_state": self.train_state.state_dict(),
         }
 

@@ -74,7 +74,7 @@ def build_loop(
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
     )
-    corpus = load_text(settings, folder.path)
+    corpus = load_text(settings, folder.path, resume)
     check_same_text(corpus, device, folder.path if resume is not None and settings.data else None)
     seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)
@@ -86,7 +86,7 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    write_config(settings, folder, corpus.checksum, device)
+    write_config(settings, folder, corpus.checksum)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
-import os
-import socket
+import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,37 +16,35 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from pretrain.settings import Settings
+from pretrain.run_folder import is_own, replacing
+from pretrain.settings import Settings, read_fact
 from pretrain.text.sources import find_sources, is_jsonl, read_pieces
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
 from pretrain.usage import UsageError
 
 _FORMAT = 2
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+_KINDS = ("<u1", "<u2", "<u4")  # little-endian integers
 _BATCH_BYTES = 8 << 20
 _Piece = tuple[Path, bytes, int]
 
 
-@dataclass(frozen=True)
 class TokenCache:
-    """The cache of one text and tokenizer: three files. ``KEY.json`` is written last."""
+    """The cache of one text and tokenizer: three files in a folder.
 
-    folder: Path
-    key: str
+    Attributes:
+        folder: the folder.
+        key: identifies text and tokenizer.
+        tokens: the tokens as integers.
+        borders: the start of each document, and the end of the last document.
+        facts: type, number and checksum of the tokens. Written last.
+    """
 
-    @property
-    def tokens(self) -> Path:
-        """The tokens as integers."""
-        return self.folder / f"{self.key}.bin"
-
-    @property
-    def borders(self) -> Path:
-        """The start of each document, and the end of the last document."""
-        return self.folder / f"{self.key}.borders"
-
-    @property
-    def facts(self) -> Path:
-        """Type, number and checksum of the tokens."""
-        return self.folder / f"{self.key}.json"
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.tokens = folder / f"{key}.bin"
+        self.borders = folder / f"{key}.borders"
+        self.facts = folder / f"{key}.json"
 
 
 def find_cache(settings: Settings, run_dir: Path) -> TokenCache:
@@ -68,18 +64,31 @@ def find_cache(settings: Settings, run_dir: Path) -> TokenCache:
     )
 
 
-def make_cache(settings: Settings, cache: TokenCache) -> None:
-    """Write the cache unless it exists. Each file becomes visible only when it is complete."""
-    if cache.facts.exists():
-        return
-    tokenizer = open_tokenizer(settings.tokenizer)
+def make_cache(settings: Settings, cache: TokenCache, resumed: Path | None = None) -> None:
+    """Write the cache, or check the tokens of an existing one. Raises UsageError.
+
+    Each file is readable by this user alone and becomes visible only when it is complete, and only
+    if the text is that of the ``resumed`` run.
+    """
     try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
-        with _replace_when_complete(cache.tokens) as file:
+        cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_own(cache.folder.stat(), cache.facts):
+            raise OSError(errno.EPERM, "its folder belongs to another user")
+        if cache.facts.exists():
+            _check_cache(cache)
+            return
+        tokenizer = open_tokenizer(settings.tokenizer)
+        with replacing(cache.tokens, 0o600) as file:
             facts, borders = _write_tokens(file, settings, tokenizer)
-        with _replace_when_complete(cache.borders) as file:
-            file.write(np.array(borders, "<i8").tobytes())
-        with _replace_when_complete(cache.facts) as file:
+            content = np.array(borders, "<i8").tobytes()
+            if resumed is not None:
+                checksum = (
+                    zlib.crc32(content, facts["crc32"]) if settings.packed else facts["crc32"]
+                )
+                check_text(checksum, resumed)
+        with replacing(cache.borders, 0o600) as file:
+            file.write(content)
+        with replacing(cache.facts, 0o600) as file:
             file.write(json.dumps(facts).encode())
     except OSError as error:
         raise UsageError(
@@ -88,33 +97,76 @@ def make_cache(settings: Settings, cache: TokenCache) -> None:
         ) from None
 
 
+def check_text(checksum: int, resumed: Path) -> None:
+    """Raise UsageError if the text differs from the text of the run to resume."""
+    before = read_fact(resumed, "corpus_crc32")
+    if before != checksum:
+        raise UsageError(
+            f"--data: its text (checksum {checksum}) differs from the text of the run to "
+            f"resume ({before}), so its position has no meaning: start a new run"
+        )
+
+
+def refuse_foreign_text(settings: Settings, run_dir: Path) -> None:
+    """Raise UsageError for a text that only a run's ``config.json`` names.
+
+    Texts next to the run are allowed, unless they are hidden, and those of an earlier cache.
+    """
+    root = run_dir.resolve().parent
+    for path in find_sources(settings.data):
+        inside = path.resolve().is_relative_to(root) and path.resolve().relative_to(root).parts
+        if inside and not any(part.startswith(".") for part in inside):
+            continue
+        if not find_cache(settings, run_dir).facts.exists():
+            raise UsageError(
+                f"--resume {run_dir}: its config.json names the text {path} outside {root}. To "
+                f"read it, pass --data {shlex.quote(settings.data)} or --trust-run"
+            )
+
+
+def _check_cache(cache: TokenCache) -> None:
+    tokens, checksum = open_cache(cache)
+    for path in (cache.tokens, cache.borders, cache.facts):
+        if not is_own(path.lstat(), path):
+            raise OSError(errno.EPERM, f"{path.name} belongs to another user")
+    found = 0
+    for start in range(0, len(tokens), _BATCH_BYTES):
+        found = zlib.crc32(tokens[start : start + _BATCH_BYTES].data, found)
+    if found != checksum:
+        raise _make_damage_error(cache, f"its checksum is {found} and not {checksum}")
+
+
+def _make_damage_error(cache: TokenCache, problem: object, part: str = "") -> UsageError:
+    part = part or f"token cache {cache.tokens}"
+    remedy = f"remove it and {cache.facts.name} to rebuild it"
+    return UsageError(f"the {part} cannot be read ({problem}): {remedy}")
+
+
 def open_cache(cache: TokenCache) -> tuple[NDArray[Any], int]:
     """The tokens, mapped read-only, and their checksum. Raises UsageError if they are damaged."""
     try:
         facts = json.loads(cache.facts.read_text())
-        kind, count, checksum = np.dtype(facts["kind"]), int(facts["count"]), int(facts["crc32"])
-        if cache.tokens.stat().st_size != count * kind.itemsize:
-            raise ValueError(f"{count} tokens of {kind.itemsize} bytes were written")
+        kind, count, checksum = facts["kind"], int(facts["count"]), int(facts["crc32"])
+        if kind not in _KINDS:  # NumPy would read others as pointers
+            raise ValueError(f"{kind!r} is none of {', '.join(_KINDS)}")
+        if cache.tokens.stat().st_size != count * np.dtype(kind).itemsize:
+            raise ValueError(f"{count} tokens of type {kind} were written")
         return np.memmap(cache.tokens, kind, "r", shape=(count,)), checksum
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"the token cache {cache.tokens} cannot be read ({error}): remove it and "
-            f"{cache.facts.name} to rebuild it"
-        ) from None
+    except _DAMAGED as error:
+        raise _make_damage_error(cache, error) from None
 
 
 def read_borders(cache: TokenCache) -> NDArray[Any]:
     """The starts of documents and the end of the last. Raises UsageError if it is damaged."""
     try:
         borders = np.fromfile(cache.borders, "<i8")
-        if not len(borders) or borders[-1] != json.loads(cache.facts.read_text())["count"]:
-            raise ValueError("their end is not the end of the tokens")
+        count = json.loads(cache.facts.read_text())["count"]
+        if not len(borders) or borders[0] or borders[-1] != count or (np.diff(borders) < 0).any():
+            raise ValueError("its documents do not end with the tokens")
         return borders
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"the documents of the token cache {cache.borders} cannot be read ({error}): remove "
-            f"it and {cache.facts.name} to rebuild it"
-        ) from None
+    except _DAMAGED as error:
+        part = f"documents of the token cache {cache.borders}"
+        raise _make_damage_error(cache, error, part) from None
 
 
 def _write_tokens(
@@ -160,10 +212,8 @@ def _encode_batch(tokenizer: Tokenizer, batch: list[_Piece]) -> list[NDArray[Any
 
 
 def _choose_kind(vocabulary_size: int) -> str:
-    """The smallest little-endian type for every token of a vocabulary."""
-    if vocabulary_size <= 1 << 8:
-        return "<u1"
-    return "<u2" if vocabulary_size <= 1 << 16 else "<u4"
+    """The smallest type for every token of a vocabulary."""
+    return next(kind for kind in _KINDS if vocabulary_size <= 1 << 8 * np.dtype(kind).itemsize)
 
 
 def _group_pieces(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -178,15 +228,3 @@ def _group_pieces(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-@contextlib.contextmanager
-def _replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name at the end of the block, and is deleted after an error."""
-    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +24,7 @@ from mcore.observe.sinks import (
     open_mlflow,
     records_of,
 )
-from pretrain.run_folder import RunFolder
+from pretrain.run_folder import RunFolder, replacing
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_target import MlflowTarget, read_facts
 
@@ -70,9 +69,7 @@ class JobRun:
         self.logger.open_in_background()
 
     def _connect(
-        self,
-        opening: Callable[[Callable[[], bool]], MlflowConnection],
-        is_ours: Callable[[], bool],
+        self, opening: Callable[[Callable[[], bool]], MlflowConnection], is_ours: Callable[[], bool]
     ) -> MlflowConnection:
         try:
             connection = opening(is_ours)
@@ -151,13 +148,9 @@ def _open(
         place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
         client.create_experiment(_EXPERIMENT, artifact_location=place)
     run = open_mlflow(
-        _EXPERIMENT,
-        folder.path.absolute().name,
-        tracking_uri=target.uri,
-        params=None if run_id else config_params(settings),
-        run_id=run_id,
-        only_new_steps=True,
-    )
+        _EXPERIMENT, folder.path.absolute().name, tracking_uri=target.uri,
+        params=None if run_id else config_params(settings), run_id=run_id, only_new_steps=True,
+    )  # fmt: skip
     _check_ours(is_ours)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")
@@ -241,9 +234,8 @@ def _write_facts(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
         "experiment_id": info.experiment_id,
         "run_id": info.run_id,
     }
-    partial: Path = folder.mlflow_facts.with_suffix(".json.partial")
-    partial.write_text(json.dumps(facts, indent=2) + "\n")
-    partial.replace(folder.mlflow_facts)
+    with replacing(folder.mlflow_facts) as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
 
 def _choose_stored_uri(target: MlflowTarget) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,11 @@ from pretrain.usage import UsageError
 _SERVERS = ("http", "https")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _ENVIRONMENT = "MLFLOW_TRACKING_URI"
+_CREDENTIALS = tuple(
+    f"MLFLOW_TRACKING_{name}"
+    for name in ("TOKEN", "USERNAME", "PASSWORD", "AUTH", "AWS_SIGV4", "CLIENT_CERT_PATH")
+)
+_CREDENTIALS_FILE = Path("~/.mlflow/credentials")
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class MlflowTarget:
     uri: str = field(repr=False)
     shown: str
     is_own_file: bool = False
+    is_foreign: bool = False  # only the run folder names it
 
     @property
     def is_server(self) -> bool:
@@ -31,15 +38,20 @@ class MlflowTarget:
         return self.shown.split(":")[0] in _SERVERS
 
 
-def choose_target(folder: RunFolder, given: str | None) -> MlflowTarget:
-    """The target of a start: the given one, an earlier start's, the environment's, or a file."""
+def choose_target(folder: RunFolder, given: str | None, *, trusted: bool = False) -> MlflowTarget:
+    """The target of a start: the given one, an earlier start's, the environment's, or a file.
+
+    Raises UsageError if the run folder names a database, or credentials cannot be withheld from
+    the server that it names, unless it is ``trusted``.
+    """
     if given is not None:
         return _parse_target(given, "--mlflow-uri")
     surrounding = os.environ.get(_ENVIRONMENT)
-    earlier = read_facts(folder).get("tracking_uri") if folder.mlflow_facts.exists() else None
+    earlier = read_facts(folder).get("tracking_uri")
     if folder.mlflow_facts.exists():
         if earlier is None:
             return _make_file_target(folder)
+        earlier = str(earlier)
         if surrounding is not None and mask_uri(surrounding) == earlier:
             return _parse_target(surrounding, _ENVIRONMENT)
         if "***" in earlier:
@@ -47,17 +59,44 @@ def choose_target(folder: RunFolder, given: str | None) -> MlflowTarget:
                 f"--resume {folder.path}: it logs to {earlier}, and the password is not stored: "
                 "pass --mlflow-uri or --no-mlflow"
             )
-        return _parse_target(earlier, "--resume")
+        target = _parse_target(earlier, "--resume")
+        return target if trusted else _refuse_credentials(folder, target)
     if surrounding is None:
         return _make_file_target(folder)
     return _parse_target(surrounding, _ENVIRONMENT)
+
+
+def withhold_credentials(target: MlflowTarget) -> None:
+    """Remove MLflow's credentials from the environment, for a server that only a folder names."""
+    removed = [name for name in _CREDENTIALS if os.environ.pop(name, None) is not None]
+    os.environ["NETRC"] = os.devnull  # its default entry is for every host
+    withheld = f" ({', '.join(removed)})" if removed else ""
+    print(
+        f"pretrain: warning: the run folder names {target.shown}, which gets metrics but no "
+        f"credentials{withheld}. To send them, pass --mlflow-uri {target.shown} or --trust-run",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _refuse_credentials(folder: RunFolder, target: MlflowTarget) -> MlflowTarget:
+    if not target.is_server:
+        problem = "a database that only the folder names"
+    elif _CREDENTIALS_FILE.expanduser().exists():
+        problem = f"which would get the credentials in {_CREDENTIALS_FILE}"
+    else:
+        return replace(target, is_foreign=True)
+    raise UsageError(
+        f"--resume {folder.path}: it logs to {target.shown}, {problem}: pass --mlflow-uri "
+        f"{target.shown}, --trust-run or --no-mlflow"
+    )
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any]:
     """The stored facts about the MLflow run of earlier starts, or an empty dict."""
     try:
         facts = json.loads(folder.mlflow_facts.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 
@@ -89,7 +128,7 @@ def _parse_target(uri: str, source: str) -> MlflowTarget:
     except ValueError as error:
         raise UsageError(f"{source} {target.shown} is not a URI: {mask_uri(str(error))}") from None
     scheme = parts.scheme.partition("+")[0]
-    if scheme not in (*_SERVERS, *_DATABASES):
+    if scheme not in (*_SERVERS, *_DATABASES) or not uri.isprintable():
         raise UsageError(
             f"{source} {target.shown} must start with http://, https:// or the name of a database "
             "such as sqlite:///"

@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from mcore.observe import Outlier, StragglerDetector, StragglerReport, nvtx_range
 from mcore.observe.runs import log_slow_ranks
-from pretrain.run_folder import RunFolder
+from pretrain.run.saving import attempt
+from pretrain.run_folder import RunFolder, open_plain
 from pretrain.settings import Settings, SlowRank
 from pretrain.watch.logs import is_writer
 
@@ -29,6 +32,10 @@ class _LinesOnDisk(logging.FileHandler):
     """Writes the detector's lines to a file. The first failed write is a warning."""
 
     _has_warned = False
+
+    def _open(self) -> TextIOWrapper:
+        number = open_plain(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        return TextIOWrapper(open(number, "ab"), encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         if not self._has_warned:
@@ -218,16 +225,12 @@ class StragglerWatch:
     def _start(self, settings: Settings, device: torch.device) -> None:
         rank = dist.get_rank()
         if rank == 0:
-            self._write_lines()
+            attempt(self._write_lines, f"write {self._folder.straggler_log}")
         self.detector.configure(
-            dist.get_world_size(),
-            rank,
-            port=settings.straggler_port,
-            enabled=True,
-            device=device,
+            dist.get_world_size(), rank, port=settings.straggler_port, enabled=True, device=device,
             sections=SECTIONS,
             peers=f"stage {rank // (settings.world_size // settings.pp)}",
-        )
+        )  # fmt: skip
         if self.detector.controller_error is not None:
             print(
                 f"straggler detector: port {settings.straggler_port} cannot be used "

@@ -17,18 +17,14 @@ from mcore.observe.runs import Run, draw_page
 from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
-from pretrain.run_folder import RunFolder
+from pretrain.run_folder import RunFolder, replacing
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.straggler import StragglerWatch
 
 
 def opening_lines(
-    settings: Settings,
-    num_parameters: int,
-    corpus: Corpus,
-    device: torch.device,
-    folder: RunFolder,
+    settings: Settings, num_parameters: int, corpus: Corpus, device: torch.device, folder: RunFolder
 ) -> list[str]:
     """The opening lines: model, layout, data, device and folder."""
     ep = experts = ""
@@ -164,4 +160,5 @@ def _draw_losses(run: Run, target: Path, objective: Objective) -> None:
     axes.set_ylabel(f"{objective.loss_name} ({objective.unit})")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(target, dpi=120)
+    with replacing(target) as file:
+        figure.savefig(file, dpi=120, format="png")

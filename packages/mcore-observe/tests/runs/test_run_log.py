@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import sys
 import time
@@ -38,26 +39,73 @@ def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
     assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
 
 
-def losses_shown(folder):
-    """Log 3 on rank 0 and 1 on rank 1, as they are and averaged; what this rank showed."""
+def losses_shown(folder, options):
+    """Log 3, 6, 12 on rank 0 to 2, and then twice that. Return the values that this rank showed."""
     kept, shown = MemorySink(), io.StringIO()
-    own = torch.tensor(3.0 - 2 * dist.get_rank())
-    with redirect_stdout(shown), RunLog(folder, log_every=1, sinks=[kept]) as log:
-        log.log_step(own)
-        mean = own.detach().clone()
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        log.log_step(mean)
-    fields = re.findall(r"\| ((?:max )?loss): (\S+)", shown.getvalue())
-    return [step["loss"] for step in kept.steps.values()], fields
+    own = torch.tensor(3.0 * 2 ** dist.get_rank(), requires_grad=True)
+    group, options = None, dict(options)
+    if options.pop("pairs", False):  # the last rank is alone with rank 1
+        first, others = dist.new_group([0]), dist.new_group([1, 2])
+        group = others if dist.get_rank() else first
+    with redirect_stdout(shown), RunLog(folder, log_every=2, sinks=[kept]) as log:
+        for factor in (1, 2):
+            log.log_step({"a": factor * own, "b": 1.0}, dp_group=group, **options)
+        with pytest.raises(ValueError, match="reduce='sum'"):
+            log.log_step(own, reduce="sum")
+    fields = re.findall(r"\| ((?:max )?[ab]): (\S+)", shown.getvalue())
+    return [step["a"] for step in kept.steps.values()], [(n, float(v)) for n, v in fields]
 
 
-def test_the_loss_is_that_of_the_last_rank_unless_it_was_averaged(tmp_path):
-    first, last = run_ranks(losses_shown, 2, tmp_path)
-    assert first == ([], [])
-    expected = [("loss", "1.000000E+00"), ("max loss", "3.000000E+00"), ("loss", "2.000000E+00")]
-    assert last == ([1.0, 2.0], expected)
-    assert [line["loss"] for line in lines_of(tmp_path)] == [1.0, 2.0]
+@pytest.mark.parametrize(
+    ("options", "logged", "average"),
+    [
+        ({}, 14.0, 10.5),
+        ({"reduce": "mean", "pairs": True}, 18.0, 13.5),
+        ({"reduce": "max"}, 24.0, 18.0),
+        ({"reduce": "last"}, 24.0, 18.0),
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_mean_over_data_parallel_ranks(tmp_path, options, logged, average):
+    first, second, last = run_ranks(losses_shown, 3, tmp_path, options)
+    assert first == second == ([], [])
+    shown = [("a", average), ("b", 1.0)]
+    if average != 18.0:
+        shown.insert(1, ("max a", 18.0))
+    assert last == ([logged], shown)
+    assert [line["a"] for line in lines_of(tmp_path)] == [logged]
+
+
+def uneven_losses(folder):
+    """Only ranks 1 and 3 have a loss, as with two pipeline stages of two replicas."""
+    rank, kept = dist.get_rank(), MemorySink()
+    with RunLog(folder, log_every=1, sinks=[kept], console_format="megatron") as log:
+        log.log_step({"a": float(rank)} if rank % 2 else {})
+        log.log_step({"a": math.nan if rank == 1 else 2.0} if rank % 2 else {})
+        log.log_step({"a": 5.0} if rank == 3 else {"b": 7.0})
+    return [step["a"] for step in kept.steps.values()]
+
+
+def test_ranks_without_a_loss_and_with_other_losses_do_not_count(tmp_path):
+    *_, last = run_ranks(uneven_losses, 4, tmp_path)
+    assert last[0] == 2.0
+    assert math.isnan(last[1])
+    assert last[2] == 5.0
+
+
+def sink_steps_between_lines(folder):
+    kept, shown = MemorySink(), io.StringIO()
+    settings = {"log_every": 3, "tensorboard_log_interval": 1}
+    with redirect_stdout(shown), RunLog(folder, sinks=[kept], **settings) as log:
+        for step in (1.0, 2.0, 3.0):
+            log.log_step(step + 10 * dist.get_rank())
+    return [step["loss"] for step in kept.steps.values()], "loss: 7.000000E+00" in shown.getvalue()
+
+
+def test_trackers_get_the_mean_of_each_of_their_steps(tmp_path):
+    first, last = run_ranks(sink_steps_between_lines, 2, tmp_path)
+    assert first == ([], False)
+    assert last == ([6.0, 7.0, 8.0], True)
 
 
 def test_a_loss_that_does_not_come_again_is_not_shown_as_0(tmp_path, capsys):

@@ -159,3 +159,12 @@ def test_a_line_of_a_device_has_its_memory_and_use(make_state, log_step, printed
     assert "throughput per GPU (TFLOP/s/GPU): " in line
     known = peak_tflops(torch.cuda.get_device_name()) is not None
     assert (" MFU %: " in line) == known
+
+
+def test_a_name_with_escape_sequences_stays_in_its_line(make_state, log_step, printed_line):
+    state = make_state(log_interval=1)
+    name = "loss\x1b]0;title\x07\x1b[2J\n iteration 9 | lm"
+    log_step(state, {name: torch.tensor(2.5)}, {})
+    line = printed_line()
+    assert line.isprintable()
+    assert "lm: 2.500000E+00" in line

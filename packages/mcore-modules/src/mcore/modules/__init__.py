@@ -51,8 +51,12 @@ from mcore.modules.precision import (
 from mcore.modules.sharding import sharded_state_dict_of
 from mcore.modules.value_head import create_value_head_hook, make_value_model
 from mcore.modules.wrappers import (
+    ModelHook,
+    ModelList,
     ModelType,
     _ensure_model_list,
+    ensure_model_list,
+    find_megatron_fsdp,
     get_attr_wrapped_model,
     get_model_config,
     get_model_type,
@@ -76,6 +80,8 @@ __all__ = [
     "LinearForLastLayer",
     "MambaInferenceStateConfig",
     "MegatronModule",
+    "ModelHook",
+    "ModelList",
     "ModelListError",
     "ModelType",
     "TransformerConfig",
@@ -86,6 +92,8 @@ __all__ = [
     "conversion_helper",
     "convert_module_to_dtype_except_fp32_marked",
     "create_value_head_hook",
+    "ensure_model_list",
+    "find_megatron_fsdp",
     "float16_to_fp32",
     "fp32_to_float16",
     "freeze_moe_router",

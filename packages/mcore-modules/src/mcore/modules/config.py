@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,8 +39,9 @@ class TransformerConfig:
     """Sizes, precision, parallelism and graph settings of a transformer.
 
     The constructor validates the fields and sets those that depend on others. Later changes of a
-    field are not validated and do not update other fields. Modules read a field when they use it.
-    Two configurations are equal if all fields except the two init methods are.
+    field are not validated and do not update other fields. ``dataclasses.replace`` sets dependent
+    fields anew unless the constructor or ``replace`` got another value. Modules read a field when
+    they use it. Two configurations are equal if all fields except the two init methods are.
 
     Args:
         num_layers: Number of transformer layers.
@@ -54,7 +55,8 @@ class TransformerConfig:
         sequence_parallel: Split activations outside of tensor-parallel regions along the sequence.
         fp16: Run in float16.
         bf16: Run in bfloat16.
-        params_dtype: Dtype of the parameters if both fp16 and bf16 are off.
+        params_dtype: Dtype of the parameters. None means float16 with ``fp16``, bfloat16 with
+            ``bf16``, else float32.
         fp8: Recipe of 8-bit floating-point matrix products, None for none.
         fp4: Recipe of 4-bit floating-point matrix products, None for none.
         use_kitchen: Let the kitchen library control quantisation.
@@ -102,7 +104,7 @@ class TransformerConfig:
     sequence_parallel: bool = False
     fp16: bool = False
     bf16: bool = False
-    params_dtype: torch.dtype = torch.float32
+    params_dtype: torch.dtype | None = None
     fp8: Literal["e4m3", "hybrid"] | None = None
     fp4: Literal["e2m1"] | None = None
     use_kitchen: bool = False
@@ -118,19 +120,24 @@ class TransformerConfig:
     output_layer_init_method: InitMethod | None = field(default=None, compare=False)
     perform_initialization: bool = True
     use_cpu_initialization: bool = False
-    enable_cuda_graph: InitVar[bool] = False
-    external_cuda_graph: InitVar[bool] = False
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+    # The values that were not given but set here. dataclasses.replace() passes all fields on.
+    _derived: dict[str, Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
-    def __post_init__(self, enable_cuda_graph: bool, external_cuda_graph: bool) -> None:
-        given = {"enable_cuda_graph": enable_cuda_graph, "external_cuda_graph": external_cuda_graph}
-        names = [name for name, value in given.items() if value]
+    def __post_init__(self) -> None:
+        for name, value in (self._derived or {}).items():
+            if getattr(self, name) == value:
+                setattr(self, name, "none" if name == "cuda_graph_impl" else None)
+        given = {name: getattr(self, name) for name in _DERIVED}
+        names = [name for name in _OLD_GRAPH_FIELDS if getattr(self, name)]
         if len(names) == 2 or (names and self.cuda_graph_impl != "none"):
             raise ValueError(
                 f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}. "
                 "Pass cuda_graph_impl alone"
             )
         if names:
-            self.cuda_graph_impl = "local" if enable_cuda_graph else "transformer_engine"
+            self.cuda_graph_impl = "local" if self.enable_cuda_graph else "transformer_engine"
             warnings.warn(
                 f"{names[0]} is deprecated. Use cuda_graph_impl={self.cuda_graph_impl!r}",
                 DeprecationWarning,
@@ -141,6 +148,9 @@ class TransformerConfig:
         for name, default in _UNREAD.items():
             if getattr(self, name) != default:
                 _warn_unread(f"{name}={getattr(self, name)!r}")
+        if self.params_dtype is None:
+            half = torch.bfloat16 if is_switched_on(self.bf16) else torch.float32
+            self.params_dtype = torch.float16 if is_switched_on(self.fp16) else half
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.init_method is None:
@@ -149,6 +159,11 @@ class TransformerConfig:
             self.output_layer_init_method = scaled_init_method_normal(
                 self.init_method_std, self.num_layers
             )
+        self._derived = {
+            name: getattr(self, name)
+            for name, value in given.items()
+            if getattr(self, name) is not value
+        }
 
     def validate(self) -> None:
         """Check the current values of all fields.
@@ -177,7 +192,8 @@ class TransformerConfig:
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown. Choose from {list(choices)}")
         dtype = self.params_dtype
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not is_float:
             raise ValueError(f"params_dtype={dtype!r} is not a floating torch.dtype")
         for first, second in (("fp16", "bf16"), ("fp8", "fp4")):
             if is_switched_on(getattr(self, first)) and is_switched_on(getattr(self, second)):
@@ -257,6 +273,15 @@ def _warn_unread(setting: str) -> None:
     )
 
 
+_OLD_GRAPH_FIELDS = ("enable_cuda_graph", "external_cuda_graph")
+# Fields that the constructor sets if they are not given.
+_DERIVED = (
+    "ffn_hidden_size",
+    "params_dtype",
+    "cuda_graph_impl",
+    "init_method",
+    "output_layer_init_method",
+)
 _OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")
 _SIZES = (
     "num_layers",

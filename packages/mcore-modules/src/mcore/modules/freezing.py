@@ -81,8 +81,6 @@ def freeze_moe_router(model: Any) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        ValueError: There is no such parameter in any chunk. With several pipeline stages it is
-            only logged, since another stage may have one.
         TypeError: ``model`` is None, or one of those names is not a tensor.
 
     Example:
@@ -98,7 +96,7 @@ def freeze_moe_router(model: Any) -> ModelList:
     parts = [part for chunk in chunks for part in _iterate_parts(chunk)]
     found = [parameter for part in parts for parameter in _find_routing_parameters(part)]
     if not found:
-        _refuse_nothing_found(chunks, "no module has a router or a gate_weight")
+        logger.warning("no module has a router or a gate_weight, so no router is frozen")
     _freeze(chunks, found, "routing parameters")
     return chunks
 

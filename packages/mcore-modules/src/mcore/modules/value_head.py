@@ -62,7 +62,8 @@ def create_value_head_hook(
         tp_group: The head's tensor-parallel group. Default: that of ``pg_collection``, of the
             chunk's ``pg_collection``, else of the default ProcessGroups.
         pg_collection: The process groups of this rank.
-        output_layer_path: Dotted path of the output layer below a chunk.
+        output_layer_path: Dotted path of the output layer below a chunk. The layer may be None. In
+            a model of transformers the head returns its tensor alone, which becomes the logits.
         broadcast_init: Make the head equal on all tensor-parallel ranks. False for a head on the
             meta device.
         bias: Add a bias to the head.
@@ -105,12 +106,12 @@ def create_value_head_hook(
         chunks = ensure_model_list(model)
         refuse_data_parallel(chunks)
         last = _choose_last_chunks(chunks, pp_group, pg_collection, vp_size)
-        # Before the first change: an unknown group must leave the model as it was.
+        # Before the first change: an unknown group or path must leave the model as it was.
         groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
+        owners = [_find_owner(chunk, output_layer_path) for chunk in last]
         clear_ties(chunks)
-        for chunk, group in zip(last, groups, strict=True):
-            owner, name = _find_owner(chunk, output_layer_path)
-            head = _make_like(getattr(owner, name, None), chunk, make, group, fp32_head)
+        for chunk, group, (owner, name) in zip(last, groups, owners, strict=True):
+            head = _make_like(owner, name, chunk, make, group, fp32_head)
             if broadcast_init:
                 _broadcast(head)
             setattr(owner, name, head)
@@ -134,7 +135,8 @@ def make_value_model(
 
     Example:
         >>> from types import SimpleNamespace
-        >>> make_value_model(4, False)(SimpleNamespace())[0].output_layer.out_features
+        >>> model = SimpleNamespace(output_layer=None)
+        >>> make_value_model(4, False)(model)[0].output_layer.out_features
         1
     """
     return create_value_head_hook(hidden_size, sequence_parallel, **options)
@@ -190,19 +192,34 @@ def _find_owner(chunk: Any, path: str) -> tuple[Any, str]:
             "use the head. Pass that model, or name its attribute with register_model_wrapper()"
         )
     for parent in parents:
-        owner = getattr(owner, parent, None)
-        if owner is None:
-            raise ValueError(
-                f"output_layer_path {path!r} does not exist: {type(chunk).__name__} has no "
-                f"{parent!r}"
-            )
+        below = getattr(owner, parent, None)
+        if below is None:
+            raise _make_path_error(path, chunk, parent)
+        owner = below
+    # A layer that is None is replaced: a model with the attribute reads it. Plain objects read any.
+    if isinstance(owner, torch.nn.Module) and not hasattr(owner, name):
+        raise _make_path_error(path, owner, name)
     return owner, name
 
 
+def _make_path_error(path: str, owner: Any, name: str) -> ValueError:
+    children = list(getattr(owner, "_modules", ())) or list(vars(owner))
+    return ValueError(
+        f"output_layer_path {path!r} does not exist: {type(owner).__name__} has no {name!r}, so "
+        f"nothing would call the head. It has {children}"
+    )
+
+
 def _make_like(
-    replaced: Any, chunk: Any, make: Callable[..., LinearForLastLayer], group: Any, in_fp32: bool
+    owner: Any,
+    name: str,
+    chunk: Any,
+    make: Callable[..., LinearForLastLayer],
+    group: Any,
+    in_fp32: bool,
 ) -> LinearForLastLayer:
     """Make the head with device, dtype and mode of the replaced layer."""
+    replaced = getattr(owner, name, None)
     like = getattr(replaced, "weight", None)
     if not isinstance(like, torch.Tensor):
         like = next(chunk.parameters(), None) if isinstance(chunk, torch.nn.Module) else None
@@ -210,9 +227,15 @@ def _make_like(
     if in_fp32:
         place["dtype"] = torch.float32
     head = make(tp_group=group, **place)
+    if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(owner).__mro__):
+        head.register_forward_hook(_return_tensor)  # the model returns it as its logits
     # In evaluation the head must not start to drop inputs.
     head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
     return keep_in_fp32(head, *dict(head.named_parameters())) if in_fp32 else head
+
+
+def _return_tensor(head: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, None]) -> Any:
+    return output[0]
 
 
 def _broadcast(head: LinearForLastLayer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -27,13 +27,25 @@ _KNOWN_WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
 )
 _registered_wrappers: dict[type, str] = {}
+# Wrappers of Megatron-LM, Megatron-FSDP and Megatron Bridge by class name: they are not imported.
+_MEGATRON_WRAPPERS = frozenset(
+    {
+        "DistributedDataParallel",
+        "Float16Module",
+        "FullyShardedDataParallel",
+        "MegatronFSDP",
+        "TorchFullyShardedDataParallel",
+    }
+)
 _DATA_PARALLEL_NAMES = frozenset(
-    {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+    {"DataParallel", "FSDPModule"} | _MEGATRON_WRAPPERS - {"Float16Module"}
 )
 # Children of wrappers that forward every attribute that they lack.
 _FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
 
 ModelList: TypeAlias = list[MegatronModule]
+# A function such as that of create_value_head_hook: changes chunks, and may return others.
+ModelHook: TypeAlias = "Callable[[ModelList], ModelList | None]"
 
 
 class ModelType(enum.Enum):
@@ -82,7 +94,8 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
         model: A model, or a list or tuple of models.
         module_instances: The class or classes to remove. Default: Float16Module,
             DistributedDataParallel, FullyShardedDataParallel, DataParallel, AveragedModel, models
-            of torch.compile and classes of :func:`register_model_wrapper`. ``()`` removes none.
+            of torch.compile, the wrappers of Megatron-LM and Megatron-FSDP (by name), and classes
+            of :func:`register_model_wrapper`. ``()`` removes none.
 
     Returns:
         A list for a list, a tuple for a tuple, else one model.
@@ -97,11 +110,30 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
         True
     """
     wrappers = _list_default_wrappers()
-    classes = tuple(wrappers) if module_instances is None else module_instances
     if isinstance(model, (list, tuple)):
-        unwrapped = [_unwrap(one, classes, wrappers) for one in model]
+        unwrapped = [_unwrap(one, module_instances, wrappers) for one in model]
         return tuple(unwrapped) if isinstance(model, tuple) else unwrapped
-    return _unwrap(model, classes, wrappers)
+    return _unwrap(model, module_instances, wrappers)
+
+
+def find_megatron_fsdp(model: Any) -> Any:
+    """Return the first MegatronFSDP of a model and the models inside it, or None without one.
+
+    The class is known by its name and package. Nothing is imported.
+
+    Args:
+        model: One model, wrapped or not.
+
+    Raises:
+        RuntimeError: A wrapper contains itself.
+
+    Example:
+        >>> import torch
+        >>> find_megatron_fsdp(torch.nn.Linear(1, 1)) is None
+        True
+    """
+    found = (one for one in iter_wrapped_models(model) if _is_of_megatron(one, {"MegatronFSDP"}))
+    return next(found, None)
 
 
 def get_attr_wrapped_model(
@@ -240,7 +272,18 @@ def is_submodule(
 
 
 def ensure_model_list(model: Any) -> ModelList:
-    """Return one or several models as a list, a list itself unchanged. TypeError for None."""
+    """Return one or several models as a list, a list itself unchanged.
+
+    Args:
+        model: A model, or a list or tuple of models.
+
+    Raises:
+        TypeError: ``model`` is None.
+
+    Example:
+        >>> ensure_model_list("model")
+        ['model']
+    """
     if model is None:
         raise TypeError("model is None. Pass a model or a list of models")
     if isinstance(model, list):
@@ -321,13 +364,25 @@ def _is_forwarding(owner: Any) -> bool:
 
 def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
     visited = set()
-    while isinstance(model, classes):
+    while (
+        isinstance(model, tuple(wrappers)) or _is_of_megatron(model, _MEGATRON_WRAPPERS)
+        if classes is None
+        else isinstance(model, classes)
+    ):
         if id(model) in visited:
             raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
         visited.add(id(model))
         attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
         model = getattr(model, attr)
     return model
+
+
+def _is_of_megatron(model: object, names: Collection[str]) -> bool:
+    """Return whether a class of a model is one of Megatron's classes, also a copied one."""
+    return any(
+        cls.__name__ in names and cls.__module__.partition(".")[0].startswith("megatron")
+        for cls in type(model).__mro__
+    )
 
 
 def _list_default_wrappers() -> dict[type, str]:

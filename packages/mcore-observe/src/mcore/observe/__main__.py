@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
 from mcore.observe.sinks.delivery.replay import replay
+from mcore.observe.terminal import plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,17 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     sending = _add_command(commands, "replay", "send undelivered metrics to trackers", _replay)
     sending.add_argument("run", help="folder of the run")
-    sending.add_argument("--mlflow-uri", help="MLflow server, if its address contains a password")
+    sending.add_argument("--mlflow-uri", help="MLflow server (MLFLOW_TRACKING_URI)")
+    sending.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="send metrics and credentials to the address in the folder",
+    )
     options = parser.parse_args(arguments)
     try:
         for line in options.call(options):
-            print(line, flush=True)  # noqa: T201
+            print(plain(line), flush=True)  # noqa: T201
     except BrokenPipeError:  # of head, or a closed pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         text = error.args[0] if isinstance(error, KeyError) else error  # str() of it adds quotes
-        print(f"{parser.prog}: error: {text}", file=sys.stderr)  # noqa: T201
+        print(f"{parser.prog}: error: {plain(str(text))}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
@@ -84,8 +90,12 @@ def _draw(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[str]:
 
 
 def _replay(options: argparse.Namespace) -> Iterator[str]:
-    lines = list(replay(options.run, mlflow_uri=options.mlflow_uri))
-    yield from lines or [f"nothing is left to send in {options.run}"]
+    is_empty = True
+    for line in replay(options.run, mlflow_uri=options.mlflow_uri, trust_run=options.trust_run):
+        is_empty = False
+        yield line
+    if is_empty:
+        yield f"nothing is left to send in {options.run}"
 
 
 if __name__ == "__main__":

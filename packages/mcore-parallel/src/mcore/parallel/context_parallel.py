@@ -325,7 +325,8 @@ def _split_packed(
         check_length(borders, shape[dim], f"dim {dim} of {name} with shape {shape}")
     check_divisible(borders, size)
     positions = zigzag_positions(borders, size, rank)
-    indices = {device: positions.to(device) for device in {batch[n].device for n in dims}}
+    devices = {batch[name].device for name in dims}
+    indices = {device: positions.to(device, non_blocking=True) for device in devices}
     parts = {n: batch[n].index_select(dim, indices[batch[n].device]) for n, dim in dims.items()}
     for part in parts.values():
         setattr(part, _PACKED_MARK, True)

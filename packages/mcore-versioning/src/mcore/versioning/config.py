@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = [
     "ENABLE_EXPERIMENTAL",
@@ -16,8 +16,6 @@ __all__ = [
     "is_experimental_enabled",
     "set_experimental_flag",
 ]
-
-F = TypeVar("F", bound="Callable[..., Any]")
 
 _VARIABLE = "MCORE_EXPERIMENTAL"
 _ON = ("1", "true", "yes", "on")
@@ -117,21 +115,22 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
 
 
 def checking_before_calls(
-    func: Callable[..., Any], check: Callable[[], None]
+    func: Callable[..., Any], check: Callable[[], None], pending: list[bool]
 ) -> Callable[..., Any]:
     """Wrap a function to call ``check``, which may raise, before each call.
 
-    After a check that passed, a call only reads the flag. That is faster in this module than from
-    another one.
+    As soon as ``pending`` is empty, a call while the flag is on only reads the flag. That is faster
+    in this module than from another one.
     """
-    passed: object = None
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passed
-        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _get_override() is False):
+        if (
+            ENABLE_EXPERIMENTAL is not True
+            or pending
+            or (_may_be_overridden and _get_override() is False)
+        ):
             check()
-            passed = _remember_passed(passed)
         return func(*args, **kwargs)
 
     return checked
@@ -145,38 +144,17 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _compile_instead(substitute: F) -> Callable[[F], F]:
-    """Let torch compile another function in place of the decorated function.
-
-    Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
-    ``torch.compile`` would then skip.
-    """
-
-    def mark(func: F) -> F:
-        func._torchdynamo_inline = substitute  # type: ignore[attr-defined]
-        return func
-
-    return mark
-
-
 def _read_guarded_override() -> bool | None:
     override: bool | None = _this_module._guarded_override
     return override
 
 
-@_compile_instead(_read_guarded_override)
 def _get_override() -> bool | None:
     return _override.get()
 
 
-def _keep_passed(passed: object) -> object:
-    return passed
-
-
-# Compiled code repeats the check: a change of the remembered value would compile it a second time.
-@_compile_instead(_keep_passed)
-def _remember_passed(passed: object) -> object:
-    return True
+# torch compiles that function in place of this one.
+_get_override._torchdynamo_inline = _read_guarded_override  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -269,26 +269,39 @@ def warn_on_use(cls: type[Any], notice: Notice) -> None:
 
 def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
     """Hook into ``__init__``, since ``__new__`` also runs when an instance is unpickled."""
+
+    def warn_before(call_own: Callable[..., Any]) -> Callable[..., Any]:
+        def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            used = type(self)
+            if vars(used).get(NOTICE_ATTRIBUTE) is notice:
+                # A metaclass other than type may have a __call__ between this hook and the user.
+                _warn_user(notice, () if type(used) is type else _find_code(type(used), "__call__"))
+            return call_own(self, *args, **kwargs)
+
+        return initialise
+
+    wrap_init(cls, warn_before)
+
+
+def wrap_init(cls: type[Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the ``__init__`` of a class, defined or inherited. The signature stays."""
     own = vars(cls).get("__init__")
     signature = None
-    if own is None:
+    if isinstance(own, FunctionType):
+        call_own: Callable[..., Any] = own
+    elif own is None:
         # Read before the hook is set: `inspect` would then report the hook's arguments.
         with suppress(ValueError, TypeError):  # the base may be written in C, without a signature
             signature = signature_of(cls)
-    call_own = own if isinstance(own, FunctionType) else None
 
-    def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        used = type(self)
-        if vars(used).get(NOTICE_ATTRIBUTE) is notice:
-            # A metaclass other than type may have a __call__ between this hook and the user.
-            _warn_user(notice, () if type(used) is type else _find_code(type(used), "__call__"))
-        if call_own is not None:
-            return call_own(self, *args, **kwargs)
-        if own is None:
+        def call_own(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             return _call_inherited_init(cls, self, args, kwargs)
-        return own.__get__(self, used)(*args, **kwargs)
+    else:
 
-    hook: Any = wraps(own or cls.__init__)(initialise)
+        def call_own(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return own.__get__(self, type(self))(*args, **kwargs)
+
+    hook: Any = wraps(own or cls.__init__)(wrap(call_own))
     if signature is not None:
         import inspect
 

@@ -7,17 +7,21 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.tags import Tag, parse_tag, sys_tags
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+
+from mcore.versioning.lookup import recorded_version
 
 _LIBRARIES = (
     ("torch", "torch"),
@@ -57,7 +61,10 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
 
     A problem is reported only if the installed files themselves prove it.
     """
-    spec = _find_spec(module)
+    try:
+        spec = _find_spec(module)
+    except Exception as error:  # a finder of another package
+        return PackageState(name, reason=f"looking for {module} raises {error!r}")
     try:
         installed = distribution(name)
     except PackageNotFoundError:
@@ -70,7 +77,12 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
         place = f"{module} at {_get_location(spec)}"
         reason = f"{place} has no metadata and no readable version" if version is None else None
         return PackageState(name, version, reason)
-    version = _field(installed, "Version")
+    except Exception as error:  # an entry of sys.path that is no path
+        return PackageState(name, reason=f"looking for its metadata raises {error!r}")
+    try:
+        version = _field(installed, "Version") or recorded_version(name)
+    except ValueError:  # not UTF-8
+        version = recorded_version(name)
     for reason in _find_problems(installed, version, module, spec, watched):
         return PackageState(name, reason=reason)
     return PackageState(name, version)
@@ -90,9 +102,13 @@ def _find_problems(
     elif _is_bare_folder(spec):
         yield _describe_bare_folder(module, spec)
     else:
-        yield from _find_shadowing(installed, version, module, spec)
-        yield from _check_interpreter(installed, version)
-        yield from _check_requirements(installed, version, watched)
+        for problems in (
+            _find_shadowing(installed, version, module, spec),
+            _check_interpreter(installed, version),
+            _check_requirements(installed, version, watched),
+        ):
+            with suppress(Exception):  # metadata that cannot be read proves nothing
+                yield from problems
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
@@ -151,7 +167,7 @@ def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
     try:
         excluded = required and not SpecifierSet(required).contains(running, prereleases=True)
     except InvalidSpecifier:
-        excluded = False  # such metadata proves nothing
+        excluded = False  # the wheel's tags are checked nevertheless
     if excluded:
         yield f"version {version} needs Python {required}, but this is {running}"
     if tags and not any(parse_tag(tag) & _get_supported_tags() for tag in tags):
@@ -170,10 +186,11 @@ def _check_requirements(
     for text in installed.requires or ():
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:
+            # A marker that mentions extras needs a value for "extra": none was requested.
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
             continue
-        # A marker that mentions extras needs a value for "extra": none was requested.
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if not applies:
             continue
         if names is None or canonicalize_name(requirement.name) in names:
             problem = _find_problem(requirement)

@@ -1,20 +1,23 @@
-"""Functions that run only while experimental code is enabled."""
+"""Functions and classes that can be used only while experimental code is enabled."""
 
 from __future__ import annotations
 
+import enum
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Protocol, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
 from mcore.versioning import config
-from mcore.versioning.deprecation import blaming_one_further
+from mcore.versioning.deprecation import blaming_one_further, wrap_init
 from mcore.versioning.lookup import constant_when_compiled, owners_of, recorded_version
 from mcore.versioning.process_rank import log_on_rank_zero
 from mcore.versioning.signatures import full_name, mark_if_coroutine_function, through_descriptor
 
 F = TypeVar("F", bound="Callable[..., Any]")
+C = TypeVar("C", bound="type[Any]")
 DEFAULT_LIFETIME = 3
 _NAMESPACE = "mcore"
 
@@ -39,34 +42,45 @@ class FunctionDecorator(Protocol):
     def __call__(self, func: F, max_lifetime: int = DEFAULT_LIFETIME) -> F: ...
 
 
+class ClassDecorator(Protocol):
+    """A decorator that keeps the class's type and accepts another lifetime."""
+
+    def __call__(self, cls: C, max_lifetime: int = DEFAULT_LIFETIME) -> C: ...
+
+
 class Gate:
     """The gate of one experimental object, which reports its first use."""
 
-    __slots__ = ("name", "unannounced")
+    __slots__ = ("check", "name", "unannounced")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.unannounced = [True]
+        unannounced = self.unannounced = [True]
 
-    def check(self) -> None:
-        """Let the caller pass, or raise ExperimentalNotEnabledError."""
-        if not config.is_experimental_enabled():
-            self.refuse()
-        self.announce()
+        @constant_when_compiled
+        def announce() -> None:
+            self.announce()
 
-    def refuse(self) -> None:
-        """Raise ExperimentalNotEnabledError."""
-        raise ExperimentalNotEnabledError(
-            f"{self.name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
-            "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
-            "it within `with mcore.versioning.experimental_enabled():`."
-        )
+        def refuse() -> None:
+            raise ExperimentalNotEnabledError(
+                f"{name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
+                "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
+                "it within `with mcore.versioning.experimental_enabled():`."
+            )
 
-    @constant_when_compiled
+        # A function: torch.compile cannot read methods in the __init__ of a new object.
+        def check() -> None:
+            if config.is_experimental_enabled():
+                announce()
+            # Activation checkpointing repeats a forward in the backward pass, which may follow
+            # the block that enabled it.
+            elif unannounced or not _is_in_backward_pass():
+                refuse()
+
+        self.check: Callable[[], None] = check
+
     def announce(self) -> None:
         """Report the first use. Compiled code reports it during compilation."""
-        if not self.unannounced:
-            return
         try:
             self.unannounced.pop()  # only one thread gets the item
         except IndexError:
@@ -77,6 +91,13 @@ class Gate:
             logging.INFO,
             f"ENABLE_EXPERIMENTAL is True, running experimental code. ({self.name})",
         )
+
+
+@constant_when_compiled
+def _is_in_backward_pass() -> bool:
+    torch = sys.modules.get("torch")
+    current = getattr(getattr(torch, "_C", None), "_current_graph_task_id", None)
+    return current is not None and current() != -1
 
 
 def experimental_fn(
@@ -90,7 +111,8 @@ def experimental_fn(
     The gate acts at the call, before a coroutine or generator is made. The first call that passes
     writes one INFO record on rank 0 to the logger ``mcore.versioning``. A function that has been
     experimental for more than ``max_lifetime`` minor releases, or across a major release, still
-    works. A WARNING record on rank 0 reports it when it is decorated.
+    works. A WARNING record on rank 0 reports it when it is decorated. A function that has run may
+    also run in a backward pass, where activation checkpointing repeats the forward.
 
     Args:
         introduced_with_version: The version of the function's distribution that introduced it.
@@ -129,7 +151,9 @@ def experimental_fn(
             warn_if_expired(inner, introduced_with_version, max_lifetime, current_version)
             gate = Gate(full_name(inner))
             # The gate is one more frame between a deprecation warning inside and the user's line.
-            gated: Any = config.checking_before_calls(blaming_one_further(inner), gate.check)
+            gated: Any = config.checking_before_calls(
+                blaming_one_further(inner), gate.check, gate.unannounced
+            )
             gated._experimental_api = True
             gated._introduced_with_version = introduced_with_version
             mark_if_coroutine_function(gated, inner)
@@ -138,6 +162,147 @@ def experimental_fn(
         return through_descriptor(func, gate_function)
 
     return validator
+
+
+def experimental_cls(
+    introduced_with_version: str,
+    *,
+    max_lifetime: int = DEFAULT_LIFETIME,
+    current_version: str | None = None,
+) -> ClassDecorator:
+    """Gate a class: making an instance raises unless experimental code is enabled.
+
+    So does making an instance of a subclass, and calling a public class method or static method of
+    the decorated class through the class or a subclass. Everything else works at any time:
+    methods of existing instances, also class methods and static methods called through them, data
+    attributes, defining subclasses, copying and unpickling, ``isinstance``, type hints.
+    ``is_experimental``, on the class and on instances, is True while the gate is open.
+
+    The gate is in ``__init__``: a ``__new__`` runs before it. Unpickling an exception is a call
+    and gated. ``torch.compile`` gates new instances only. The first use, the end of life and
+    backward passes are as for ``experimental_fn``.
+
+    Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
+
+    Args:
+        introduced_with_version: The version of the class's distribution that introduced it.
+        max_lifetime: Minor releases for which it may stay experimental. Also accepted as the
+            second argument of the decorator.
+        current_version: The current version, by default that of the distribution that owns the
+            class's module. If that is unknown, nothing is checked.
+
+    Returns:
+        A decorator for classes, which changes the class in place. The class has the attributes
+        ``_experimental_api`` and ``_introduced_with_version``.
+
+    Raises:
+        ExperimentalNotEnabledError: At use while experimental code is disabled.
+        packaging.version.InvalidVersion: One of the versions is not valid.
+        TypeError: Used without arguments, on an object that is not a class, or on a class that
+            can't be gated: an enum, a ``TypedDict`` or a protocol. Also if ``max_lifetime`` is not
+            an int.
+        ValueError: ``max_lifetime`` is negative.
+
+    Example:
+        >>> @experimental_cls("0.1.0")
+        ... class Cache:
+        ...     def __init__(self, size):
+        ...         self.size = size
+        >>> Cache.is_experimental
+        False
+        >>> with config.experimental_enabled():
+        ...     Cache(8).size
+        8
+    """
+    check_introduction("experimental_cls", introduced_with_version, max_lifetime, current_version)
+
+    def validator(cls: Any, max_lifetime: int = max_lifetime) -> Any:
+        check_lifetime(max_lifetime)
+        _check_can_be_gated(cls)
+        warn_if_expired(cls, introduced_with_version, max_lifetime, current_version)
+        _gate_class(cls, Gate(full_name(cls)))
+        type.__setattr__(cls, "_experimental_api", True)
+        type.__setattr__(cls, "_introduced_with_version", introduced_with_version)
+        return cls
+
+    return validator
+
+
+def _check_can_be_gated(cls: Any) -> None:
+    if not isinstance(cls, type):
+        raise TypeError(f"{cls!r} is not a class: decorate a function with @experimental_fn")
+    if isinstance(cls, enum.EnumMeta):
+        kind = "an enum, whose calls are look-ups"
+    elif type(cls).__name__ == "_TypedDictMeta":  # of typing or of typing_extensions
+        kind = "a TypedDict: its instances are plain dicts and can't be gated"
+    elif vars(cls).get("_is_protocol", False):
+        kind = "a protocol, which has no instances to gate"
+    else:
+        return
+    raise TypeError(f"{cls!r} is {kind}. Mark it with @experimental_api")
+
+
+def _gate_class(cls: type[Any], gate: Gate) -> None:
+    """Gate a class in place. Past the metaclass, which may refuse to set attributes."""
+
+    def gate_call(call: Callable[..., Any]) -> Callable[..., Any]:
+        return config.checking_before_calls(blaming_one_further(call), gate.check, gate.unannounced)
+
+    wrap_init(cls, gate_call)
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, (classmethod, staticmethod)) and not name.startswith("_"):
+            is_of_class = isinstance(value, classmethod)
+            method: Any = (_GatedClassMethod if is_of_class else _GatedStaticMethod)(value.__func__)
+            vars(method).update(vars(value))
+            gated = gate_call(value.__func__)
+            method.gated = classmethod(gated) if is_of_class else staticmethod(gated)
+            type.__setattr__(cls, name, method)
+    # A dataclass that extends the class gets an __init__ of its own after __init_subclass__.
+    finish = vars(cls).get("__post_init__", lambda self, *args: None)
+    type.__setattr__(cls, "__post_init__", gate_call(finish))
+    _gate_subclasses(cls, gate_call)
+    type.__setattr__(cls, "is_experimental", _IsExperimental())
+
+
+def _gate_subclasses(cls: type[Any], gate_call: Callable[..., Any]) -> None:
+    """Gate the constructors that subclasses define, from now on."""
+    own = vars(cls).get("__init_subclass__")
+
+    def gate_subclass(subclass: type[Any], /, **options: Any) -> None:
+        if own is None:
+            super(cls, subclass).__init_subclass__(**options)
+        else:
+            own.__get__(None, subclass)(**options)
+        for name in ("__init__", "__post_init__"):
+            defined = vars(subclass).get(name)
+            if defined is not None:
+                type.__setattr__(subclass, name, gate_call(defined))
+
+    hook = wraps(getattr(own, "__func__", cls.__init_subclass__))(gate_subclass)
+    type.__setattr__(cls, "__init_subclass__", classmethod(hook))
+
+
+class _GatedMethod:
+    gated: Any  # the method with the gate
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        found: Any = self.gated if instance is None else super()
+        return found.__get__(instance, owner)
+
+
+class _GatedClassMethod(_GatedMethod, classmethod):  # type: ignore[type-arg]
+    """A class method that is gated if it is called through the class."""
+
+
+class _GatedStaticMethod(_GatedMethod, staticmethod):  # type: ignore[type-arg]
+    """A static method that is gated if it is called through the class."""
+
+
+class _IsExperimental:
+    """The attribute ``is_experimental`` of gated classes and their instances."""
+
+    def __get__(self, instance: object, owner: object = None) -> bool:
+        return config.is_experimental_enabled()
 
 
 def check_introduction(

@@ -26,6 +26,8 @@ _TRANSFORMER_ENGINE = known_package("transformer_engine", "transformer-engine")
 _FLASH_ATTN = known_package("flash_attn", "flash-attn")
 _MAMBA_SSM = known_package("mamba_ssm", "mamba-ssm")
 _CAUSAL_CONV1D = known_package("causal_conv1d", "causal-conv1d")
+_FLASHINFER = known_package("flashinfer", "flashinfer-python")
+_EMERGING_OPTIMIZERS = known_package("emerging_optimizers", "emerging-optimizers")
 _PACKING_IN_INFERENCE = ((_CAUSAL_CONV1D, "1.5.3.post1"), (_MAMBA_SSM, "2.2.6.post3"))
 _PACKING_IN_TRAINING = ((_CAUSAL_CONV1D, "1.4.0"), (_MAMBA_SSM, "2.0.0"))
 
@@ -111,7 +113,8 @@ def get_fa_version() -> Version:
         ``flash_attn.__version__`` if it is loaded, else the version in its metadata.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: It is absent. A subclass of ImportError.
+        importlib.metadata.PackageNotFoundError: It is absent, or has no metadata and fails to
+            import. A subclass of ImportError.
         packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
 
     Example:
@@ -147,6 +150,31 @@ def get_causal_conv1d_version() -> Version:
     return _require_version(_CAUSAL_CONV1D)
 
 
+def get_flashinfer_version() -> Version | None:
+    """Return the version of FlashInfer, without importing it, or None if it is absent.
+
+    Raises:
+        packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
+
+    Example:
+        >>> found = get_flashinfer_version()
+        >>> found is None or found >= Version("0.0")
+        True
+    """
+    return _FLASHINFER.version()
+
+
+def get_emerging_optimizers_version() -> Version | None:
+    """Return the version of emerging-optimizers, as :func:`get_flashinfer_version`.
+
+    Example:
+        >>> found = get_emerging_optimizers_version()
+        >>> found is None or found >= Version("0.0")
+        True
+    """
+    return _EMERGING_OPTIMIZERS.version()
+
+
 @_cache_answers(_TORCH)
 def is_torch_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
@@ -155,14 +183,14 @@ def is_torch_min_version(
 
     A pre-release build, as in vendor containers, counts as older than its release:
     ``2.9.0a0+50eac811a6.nv25.09`` is not at least ``2.9.0``. To accept the alphas of the 2.9
-    series, pass ``"2.9.0a0"`` or set ``release_only``.
+    series, pass ``"2.9.0a0"`` or set ``release_only``. A nightly such as ``2.9.0.dev20250915`` is
+    older than ``2.9.0a0``: to accept it too, pass ``"2.9.0.dev0"`` or set ``release_only``.
 
     Args:
         version: The version to compare with.
         check_equality: False requires a strictly newer version. A local label such as ``+cpu``
             does not make a version newer, unless ``version`` has a label as well.
-        release_only: Compare only the release number of the installed version: a pre-release
-            counts as its release.
+        release_only: A pre-release counts as its release. A post-release stays newer than it.
 
     Returns:
         The answer in the order of ``packaging.version.Version``. False if torch is absent.
@@ -247,6 +275,37 @@ def is_causal_conv1d_min_version(
     return _CAUSAL_CONV1D.is_at_least(version, check_equality, release_only)
 
 
+@_cache_answers(_FLASHINFER)
+def is_flashinfer_min_version(
+    version: str | Version, check_equality: bool = True, *, release_only: bool = False
+) -> bool:
+    """Return whether FlashInfer is installed in at least a given version.
+
+    Arguments, result and errors are as in :func:`is_torch_min_version`.
+
+    Example:
+        >>> is_flashinfer_min_version("1000.0")
+        False
+    """
+    return _FLASHINFER.is_at_least(version, check_equality, release_only)
+
+
+@_cache_answers(_EMERGING_OPTIMIZERS)
+def is_emerging_optimizers_min_version(
+    version: str | Version, check_equality: bool = True, *, release_only: bool = False
+) -> bool:
+    """Return whether emerging-optimizers is installed in at least a given version.
+
+    Arguments, result and errors are as in :func:`is_torch_min_version`. If it is absent, Megatron's
+    function raises instead.
+
+    Example:
+        >>> is_emerging_optimizers_min_version("1000.0")
+        False
+    """
+    return _EMERGING_OPTIMIZERS.is_at_least(version, check_equality, release_only)
+
+
 @constant_when_compiled
 def check_mamba_sequence_packing_support(
     for_inference_not_training: bool = True,
@@ -313,7 +372,7 @@ def is_package_min_version(
         version: The version to compare with.
         check_equality: False requires a strictly newer version.
         distribution: The name of the distribution if it differs from ``module``.
-        release_only: Compare only the release number of the installed version.
+        release_only: A pre-release counts as its release.
 
     Returns:
         The answer in the order of ``packaging.version.Version``. False if the package is absent.

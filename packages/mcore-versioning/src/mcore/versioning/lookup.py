@@ -15,6 +15,11 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 _NOT_LOADED = object()
 _LIMIT = 256
+# Errors of incomplete, mismatched or GPU-only installations, and of finders.
+_FAILURES_OF_IMPORTS = (
+    *(ImportError, OSError, RuntimeError, SyntaxError, SystemExit),
+    *(AttributeError, TypeError, ValueError),
+)
 
 # Versions of installed packages, by their texts. A dict, since torch.compile can read it.
 _versions: dict[str, Version] = {}
@@ -104,10 +109,14 @@ class InstalledPackage:
             return self._recorded
         from importlib.metadata import PackageNotFoundError, version
 
+        text: str | None
         try:
             text = version(self.distribution)
-        except (PackageNotFoundError, KeyError):
+        except PackageNotFoundError:
             return None
+        except (KeyError, TypeError, ValueError):
+            text = None  # no name, an entry of sys.path that is no path, not UTF-8
+        text = text or recorded_version(self.distribution)
         return self._record_version(self.distribution, text)
 
     def _read_owner_version(self) -> str | None:
@@ -143,7 +152,9 @@ class InstalledPackage:
             if text is not None or find_spec(self.module) is None:
                 return text
             module = importlib.import_module(self.module)
-        except (ImportError, OSError) as error:
+        except InvalidVersion:
+            raise
+        except _FAILURES_OF_IMPORTS as error:
             import logging
 
             logging.getLogger("mcore.versioning").debug(
@@ -209,7 +220,8 @@ def is_at_least(
     For "newer" a local label such as ``+cpu`` is ignored, unless the request has a label too.
     """
     if release_only:
-        installed = Version(installed.base_version)
+        post = "" if installed.post is None else f".post{installed.post}"
+        installed = Version(installed.base_version + post)
     if check_equality:
         return installed >= requested
     if requested.local is None:
@@ -274,6 +286,7 @@ def owners_of(module: str) -> dict[str, str | None]:
 def _iterate_metadata_folders() -> Iterator[str]:
     for place in sys.path:
         try:
+            place = os.fsdecode(place)
             names = os.listdir(place or ".")
         except (OSError, TypeError):
             continue  # not a folder, or gone

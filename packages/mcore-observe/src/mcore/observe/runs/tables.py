@@ -14,9 +14,10 @@ from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.secrets import config_params
-from mcore.observe.sparkline import sparkline
+from mcore.observe.terminal import plain, sparkline
 
 _LATEST_S = 1e11  # since 1970, the year 5138: a larger number is no time
+_MOST_CHARACTERS = 60  # of a name in a table
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
@@ -103,10 +104,12 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
     """
     if not run.curves:
         raise ValueError(f"{run.name} has no metrics yet")
-    rows = [("metric", "steps", "first", "last", "least", "largest", "")]
+    rows: list[Sequence[str]] = []
+    counts: list[int] = []
     for name in names or run.curves:
         points = run.points(name)
         values = [value for _, value in points if math.isfinite(value)]
+        counts.append(len(points) - len(values))
         if not points:
             raise KeyError(f"{run.name} has no metric {name!r}: it has {sorted(run.curves)}")
         rows.append(
@@ -120,7 +123,11 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
                 sparkline([value for _, value in points]),
             )
         )
-    yield from _format_table(rows)
+    head: Sequence[str] = ("metric", "steps", "first", "last", "least", "largest", "")
+    if any(counts):  # steps without a finite value
+        head = (*head[:-1], "NaN", "")
+        rows = [(*row[:-1], str(count), row[-1]) for row, count in zip(rows, counts, strict=True)]
+    yield from _format_table([head, *rows])
 
 
 def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
@@ -152,7 +159,11 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
             continue
         before, *after = [values[common] for values in by_step]
         lines = "  ".join(sparkline(list(values.values())) for values in by_step)
-        numbers = [f"{value:.4g}" for value in (before, *after)]
+        lost = [sum(not math.isfinite(v) for v in values.values()) for values in by_step]
+        numbers = [
+            f"{value:.4g}" + (f" ({count} NaN)" if count else "")
+            for value, count in zip((before, *after), lost, strict=True)
+        ]
         changes = [
             f"{(value - before) / abs(before):+.1%}" if before else f"{value - before:+.4g}"
             for value in after
@@ -212,7 +223,9 @@ def _read_settings(file: Path) -> dict[str, str]:
     return config_params(nested) | config_params(config)
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _format_table(raw: Sequence[Sequence[str]]) -> Iterator[str]:
+    # Names come from files: they must not reach a terminal as they are.
+    rows = [[*(plain(cell, _MOST_CHARACTERS) for cell in row[:-1]), plain(row[-1])] for row in raw]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others, last in rows:
         cells: Iterable[str] = (

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -89,13 +90,18 @@ def read_scalars(values: Mapping[_Key, object]) -> dict[_Key, float | int]:
     tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     numbers: dict[_Key, float | int] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        keys = [key for key, tensor in tensors.items() if tensor.device == device]
-        dtype = widest_float(device)
-        scalars = [tensors[key].detach().reshape(()) for key in keys]
-        # One type needs no conversion before the stack, which is then one kernel for all.
-        if len({scalar.dtype for scalar in scalars}) > 1:
-            scalars = [scalar.to(dtype) for scalar in scalars]
-        for key, number in zip(keys, torch.stack(scalars).to(dtype).tolist(), strict=True):
+        # A stack of one dtype is one kernel for all its scalars, without a conversion of each.
+        by_dtype: dict[torch.dtype, list[_Key]] = {}
+        for key, tensor in tensors.items():
+            if tensor.device == device:
+                by_dtype.setdefault(tensor.dtype, []).append(key)
+        stacks = [
+            torch.stack([tensors[key].detach().reshape(()) for key in keys])
+            for keys in by_dtype.values()
+        ]
+        order = list(chain.from_iterable(by_dtype.values()))
+        joined = torch.empty(len(order), dtype=widest_float(device), device=device)
+        for key, number in zip(order, torch.cat(stacks, out=joined).tolist(), strict=True):
             numbers[key] = number if tensors[key].is_floating_point() else int(number)
     return {
         key: numbers[key] if key in tensors else _read_number(key, value)

@@ -1,9 +1,10 @@
-"""Keys, passwords and tokens in settings and texts, found by their names and masked."""
+"""Keys, passwords and tokens in settings and texts, found by name or form and masked."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,30 +13,82 @@ from types import SimpleNamespace
 from typing import Any
 
 _MASK = "***"
-_WORDS = (
-    r"api[_-]?key|access[_-]?key|private[_-]?key|passw(?:or)?d|passphrase|secret|credential"
-    r"|authorization"
+# Names are compared by their words: api, key in "apiKey", "API_KEY" and "--api-key".
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_SECRET_PART = re.compile(
+    "passw(?:or)?d|passphrase|contrasena|secret|credential|authorization|webhook"
+    "|(?:api|access|account|auth|client|database|db|priv|private|service)key"
+    "|(?:database|db|ftp|key|smtp|user)pass$|(?:amz|goog)signature"
 )
-_SECRET_NAME = re.compile(_WORDS, re.IGNORECASE)
-_TOKEN_NAME = re.compile("token(?!iz)", re.IGNORECASE)
+_SECRET_WORDS = {"pwd", "pw", "sig"}
+# Keys of records, tables and dictionaries are no secrets.
+_OPEN_KEYS = re.compile(
+    "answer|batch|cache|column|data|dataset|dict|feature|field|foreign|group|image|index|input|join"
+    "|json|label|lookup|map|messages|metric|monitor|output|partition|primary|prompt|public|query"
+    "|question|response|reward|sample|shard|sort|state|target|text"
+)
+# The tokens of a vocabulary, and counts of tokens.
+_OPEN_TOKENS = re.compile(
+    "added|additional|begin|bos|class|cls|decoder|end|eod|eos|image|last|mask|max|min|new|next|num"
+    "|pad|prefix|sep|separator|special|start|stop|suffix|unk|unknown|vocab"
+)
+_TOKENS_OF = re.compile("access|api|auth|bearer|bot|hf|refresh|session")
+
+_NAME = re.compile(
+    r"""(?<![\w.-])(?P<dashes>--?)?(?P<name>[A-Za-z_][\w.-]*)
+    (?:\\*['"]?\]?\s*(?:=>|:=|[=:])\s*|(?(dashes)(?:\\*['"]\s*,\s*|\s+(?!-))|(?!)))""",
+    re.VERBOSE,
+)
+_VALUE = re.compile(
+    r"""(?:[bru]{1,2}(?=['"]))?(?:
+    \\{1,7}(?P<packed>['"])(?P<inner>.*?)\\{1,7}(?P=packed)  # in a text that is quoted itself
+    |'(?P<single>(?:\\.|[^'\\])*)'|"(?P<double>(?:\\.|[^"\\])*)"
+    |(?P<list>[\[({][^\])}\n]*)
+    |(?P<word>(?:(?:basic|bearer|token)\s+)?[^\s'"&,;)}\]]+)
+    |['"](?P<rest>[^\n]*))""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+_NO_SECRETS = ("", "None", "null", "True", "False", "true", "false")
 # Up to the last @ before the path: a password may contain one.
 _USER_OF_URI = re.compile(r"(?<=://)[^/\s'\"]*@")
-_ASSIGNED = re.compile(
-    rf"((?:{_WORDS}|token)['\"]?\s*[=:]\s*['\"]?)(?:(?:basic|bearer)\s+)?[^\s'\"&,;)}}\]]+",
-    re.IGNORECASE,
-)
+_HOOK = re.compile(r"(?P<host>https?://[^\s'\"<>/]+/)(?P<path>[^\s'\"<>]+)", re.IGNORECASE)
 _HEADER = re.compile(r"\b(basic|bearer)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+_PEM = re.compile(
+    r"(-----BEGIN (?:[A-Z]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----).*?"
+    r"(-----END (?:[A-Z]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----|\Z)",
+    re.DOTALL,
+)
+# Secrets that their issuers mark by form.
+_MARKED = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+    (?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}  # AWS
+    |gh[pousr]_[A-Za-z0-9_]{36,}|github_pat_\w{22,}
+    |gl(?:pat|dt|ft|soat|rt|ptt|cbt|imt|agent|oas|ffct)-[\w-]{20,}|GR1348941[\w-]{20,}  # GitLab
+    |(?i:xox[a-z]-(?:[0-9]+-)+[a-z0-9]+)  # Slack
+    |AKC[A-Za-z0-9]{10,}  # Artifactory
+    |[rs]k_live_[0-9A-Za-z]{24,}  # Stripe
+    |SG\.[\w-]{22}\.[\w-]{43}  # SendGrid
+    |sq0csp-[\w\\-]{43}  # Square
+    |pypi-[\w-]{16,}|sk-[\w-]{20,}|hf_[A-Za-z0-9]{30,}|AIza[\w-]{35}
+    |eyJ[\w=-]+\.[\w=-]+(?:\.[\w.+/=-]*)?  # JSON Web Token
+    |[0-9a-z]{32}-us[0-9]{1,2}  # Mailchimp
+    |(?:AC|SK)[a-z0-9]{32}  # Twilio
+    |[0-9]{8,10}:[\w-]{35}  # Telegram
+    |[MNO][A-Za-z0-9_-]{23,25}\.[\w-]{6}\.[\w-]{27}  # Discord
+    )""",
+    re.VERBOSE,
+)
 # Shorter values of variables are words such as "true", which texts contain for other reasons.
 _SHORTEST_KNOWN_SECRET = 8
 _DEEPEST = 32  # a configuration may contain itself
 
 
 def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """Replace the secrets in a text by ``***``.
+    """Replace the secrets in a text by ``***``, in a time proportional to its length.
 
-    It masks the user and password of URIs, values after ``password=``, ``"token": `` and the like,
-    basic and bearer authorizations, the values of secret environment variables, and the secrets
-    in ``known``.
+    It masks the user and password of URIs, values of secret names (``password=``, ``"hf_token": ``,
+    ``--api-key VALUE``, ``sig=``), basic and bearer authorizations, webhooks, private keys, tokens
+    of known form, the values of secret environment variables, and the secrets in ``known``.
 
     Args:
         text: Any text, such as the text of an exception.
@@ -57,19 +110,22 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     for secret in sorted({*known, *of_environment}, key=len, reverse=True):
         if secret:
             text = text.replace(secret, _MASK)
+    text = _PEM.sub(rf"\1{_MASK}\2", text)
     text = _USER_OF_URI.sub(f"{_MASK}@", text)
-    text = _ASSIGNED.sub(rf"\1{_MASK}", text)
-    return _HEADER.sub(rf"\1 {_MASK}", text)
+    text = _HOOK.sub(_mask_hook, text)
+    text = _mask_named(text)
+    text = _HEADER.sub(rf"\1 {_MASK}", text)
+    return _MARKED.sub(_MASK, text)
 
 
 def config_params(config: Any) -> dict[str, str]:
     """Flatten a configuration into texts by dotted name, as trackers show settings.
 
     Dataclasses, mappings, namespaces, and sequences that contain any of them are followed. Every
-    other value becomes its text. A value is replaced by ``***`` if any part of its dotted name
-    contains ``api_key``, ``password`` or ``secret``. Under ``token`` (but not ``tokeniz``) every
-    value except a number is replaced. Secrets that :func:`mask_secrets` finds in other texts are
-    masked too.
+    other value becomes its text. A value is replaced by ``***`` if its dotted name contains
+    ``api_key``, ``password`` or ``secret``, or ends in ``token`` or ``_key``. Names of tokens of a
+    vocabulary and of keys in data are not secret, and neither is a number under ``token``. Secrets
+    that :func:`mask_secrets` finds in other texts are masked too.
 
     Args:
         config: The configuration. None has no names.
@@ -113,17 +169,58 @@ def without_secrets(tracker: str, known: Iterable[str] = ()) -> Iterator[None]:
         raise RuntimeError(f"{tracker}: {type(error).__name__}: {masked}") from None
 
 
+def _mask_named(text: str) -> str:
+    """Mask the values after secret names."""
+    parts: list[str] = []
+    done = 0
+    for found in _NAME.finditer(text):
+        if found.start() < done or not _is_secret_name(found["name"], ""):
+            continue
+        value = _VALUE.match(text, found.end())
+        if value is not None and value.lastgroup is not None:
+            group = "inner" if value.lastgroup == "packed" else value.lastgroup
+            if value[group] not in _NO_SECRETS:
+                parts += (text[done : value.start(group)], _MASK)
+                done = value.end(group)
+    return "".join((*parts, text[done:]))
+
+
+def _mask_hook(url: re.Match[str]) -> str:
+    """Mask the path of a webhook: it is enough to write there."""
+    return f"{url['host']}{_MASK}" if "hook" in url[0].lower() else url[0]
+
+
 def _is_secret_name(name: str, value: object) -> bool:
     """Return whether a dotted name is secret. A number under ``token`` is a count of tokens."""
-    if _SECRET_NAME.search(name):
-        return True
-    return not isinstance(value, (int, float)) and bool(_TOKEN_NAME.search(name))
+    kind = _classify_name(name)
+    return kind == "secret" or (kind == "token" and not isinstance(value, (int, float)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _classify_name(name: str) -> str:
+    """Return ``"secret"``, ``"token"`` or nothing. Each part of a dotted name may be secret."""
+    kinds = [_classify_words(_WORD.findall(part)) for part in name.split(".")]
+    return "secret" if "secret" in kinds else "token" if "token" in kinds else ""
+
+
+def _classify_words(words: list[str]) -> str:
+    lower = [word.lower() for word in words]
+    if not lower:
+        return ""
+    before, last = lower[-2] if len(lower) > 1 else "", lower[-1]
+    is_key = last in ("key", "keys") and bool(before) and not _OPEN_KEYS.fullmatch(before)
+    if is_key or not _SECRET_WORDS.isdisjoint(lower) or _SECRET_PART.search("".join(lower)):
+        return "secret"
+    if last.endswith("token"):
+        return "" if _OPEN_TOKENS.fullmatch(before) else "token"
+    return "token" if last == "tokens" and (not before or _TOKENS_OF.fullmatch(before)) else ""
 
 
 def _flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     fields = _list_fields(value) if depth < _DEEPEST else {}
     if not fields:
-        yield prefix, value
+        if prefix:  # else an empty configuration
+            yield prefix, value
         return
     for name, inner in fields.items():
         yield from _flatten(f"{prefix}.{name}" if prefix else str(name), inner, depth + 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool
@@ -91,6 +91,17 @@ def open_metrics_file(settings: Any, begun_s: float | None = None) -> JsonlSink 
         return None
 
 
+def write_config(settings: Any, config: Any) -> None:
+    """Write a run's settings to its folder, without secrets. The page of the run shows them."""
+    folder = run_folder_of(settings)
+    if folder is None:
+        return
+    try:
+        folder.replace_json(folder.path / "config.json", config_params(config))
+    except OSError as error:
+        logger.warning("cannot write the settings to %s: %s", folder.path, error)
+
+
 class SinkTable:
     """The sinks of one GlobalState, guarded. It remembers which of them failed."""
 
@@ -107,7 +118,7 @@ class SinkTable:
             if client is not None:
                 guard = self._guard(client, spec.label, spec.adapt, config)
                 pairs.append((spec.rules, guard))
-        if is_last_rank():
+        if writes_log(global_state):
             given = getattr(global_state, "extra_sinks", ())
             sinks = list(given) if isinstance(given, (list, tuple)) else []
             file = getattr(global_state, "metrics_file", None)

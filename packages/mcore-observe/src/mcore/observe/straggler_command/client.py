@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.straggler.server.token_file import find_token
+from mcore.observe.terminal import plain
 
 TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _MOST_BYTES = 256 * 1024 * 1024  # of a response, decompressed
 _CHUNK_BYTES = 256 * 1024
-_MOST_TEXT = 200
+MOST_TEXT = 200  # characters of an answer in a message
 _ADDRESS = re.compile(r"(?:http://)?(?:\[([^\]/@]+)\]|([^:/@\[\]\s]+)):(\d{1,5})/?", re.ASCII)
 
 
@@ -43,7 +44,9 @@ class Address:
         match = _ADDRESS.fullmatch(text)
         port = int(match[3]) if match else 0
         if match is None or not 1 <= port <= 65535:
-            raise ValueError(f"{plain(text)!r} is not an address; give HOST:PORT or [IPV6]:PORT")
+            raise ValueError(
+                f"{plain(text, MOST_TEXT)!r} is not an address; give HOST:PORT or [IPV6]:PORT"
+            )
         return cls(match[1] or match[2], port)
 
     def __str__(self) -> str:
@@ -65,16 +68,18 @@ class Response:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise AnswerError(f"not a straggler controller: it answers {plain(self.text)!r}")
+            raise AnswerError(
+                f"not a straggler controller: it answers {plain(self.text, MOST_TEXT)!r}"
+            )
         return value
 
     def check(self) -> Response:
         """Return the response itself. AnswerError if the request was refused."""
         if self.status < 300:
             return self
-        reason = plain(self.text)
+        reason = plain(self.text, MOST_TEXT)
         with suppress(AnswerError):
-            reason = plain(str(self.json().get("error", reason)))
+            reason = plain(str(self.json().get("error", reason)), MOST_TEXT)
         hint = f" (set {TOKEN_VARIABLE} or --token-file)" if self.status == 401 else ""
         raise AnswerError(f"it answers {self.status}: {reason or 'no text'}{hint}")
 
@@ -113,7 +118,7 @@ class Client:
         except (OSError, UnicodeError) as error:
             raise AnswerError(str(getattr(error, "strerror", None) or error)) from error
         except http.client.HTTPException as error:
-            text = plain(str(error)) or type(error).__name__
+            text = plain(str(error), MOST_TEXT) or type(error).__name__
             raise AnswerError(f"not a straggler controller: {text}") from error
         finally:
             connection.close()
@@ -172,12 +177,6 @@ def read_token(file: str | None) -> str | None:
     if not (token and token.isascii() and token.isprintable()):
         raise ValueError(f"the token of {source} must be printable ASCII characters, at least one")
     return token
-
-
-def plain(text: str, most: int = _MOST_TEXT) -> str:
-    """Return a text without control characters for a terminal, shortened."""
-    shown = "".join(char if char.isprintable() else " " for char in text[: most + 1])
-    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def _read_body(read: Callable[[int], bytes], *, is_packed: bool) -> bytes:

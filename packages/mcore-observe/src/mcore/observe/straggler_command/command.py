@@ -9,17 +9,19 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore.observe.extras import require_extra
 from mcore.observe.straggler_command.client import (
+    MOST_TEXT,
     TOKEN_VARIABLE,
     Address,
     AnswerError,
     Client,
-    plain,
     read_token,
 )
 from mcore.observe.straggler_command.screen import Poller, show_live, text_of
 from mcore.observe.straggler_command.snapshot import JobSnapshot
 from mcore.observe.straggler_command.table import as_json, headline
+from mcore.observe.terminal import plain
 
 # Scripts check these. 2 is also the code of argparse for wrong arguments.
 FINE, UNREACHABLE, USAGE, SLOW = 0, 1, 2, 3
@@ -123,13 +125,26 @@ def _watch(clients: list[Client], options: argparse.Namespace) -> int:
     if options.json and not options.once:
         print("mcore-straggler: error: watch --json needs --once", file=sys.stderr)  # noqa: T201
         return USAGE
+    if not options.json:
+        try:
+            require_extra("watch", "mcore-straggler watch")
+        except ModuleNotFoundError as error:
+            print(f"mcore-straggler: error: {error}", file=sys.stderr)  # noqa: T201
+            return USAGE
     poller = Poller(clients, options.metric, options.interval)
+    poller.poll_once()
+    reports = [job.report for job in poller.jobs if job.report is not None]
+    names = list(dict.fromkeys(name for report in reports for name in report.names))
+    if reports and options.metric not in names:
+        known = plain(", ".join(names), 400)
+        text = f"no controller has the metric {plain(options.metric)!r}: they have {known}"
+        print(f"mcore-straggler: error: {text}", file=sys.stderr)  # noqa: T201
+        return USAGE
     if not options.once:
         try:
             show_live(poller, options.rows, sys.stdout)
         except KeyboardInterrupt:
             return _choose_exit_code(poller.jobs)
-    poller.poll_once()
     rows = _DEFAULT_ROWS if options.rows is None else options.rows
     if options.json:
         _print(json.dumps(as_json(poller.jobs, rows), allow_nan=False))
@@ -154,7 +169,7 @@ def _query(clients: list[Client], options: argparse.Namespace) -> int:
     for client in clients:
         try:
             answer = client.request(method, options.path).check()
-            text = json.dumps(answer.json()) if method == "GET" else plain(answer.text)
+            text = json.dumps(answer.json()) if method == "GET" else plain(answer.text, MOST_TEXT)
         except AnswerError as error:
             print(f"{client.address}: {error}", file=sys.stderr)  # noqa: T201
             code = UNREACHABLE

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
-from mcore.observe.straggler_command.client import AnswerError, Client, plain
+from mcore.observe.straggler_command.client import MOST_TEXT, AnswerError, Client
+from mcore.observe.terminal import plain
 
 NUM_KEPT = 32  # reports
 SENSORS = {"temp_c": "C", "power_w": "W", "util_pct": "%", "clock_mhz": "MHz"}
@@ -31,12 +32,14 @@ class SlowRank:
     @classmethod
     def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> SlowRank:
         """Read an element of a report's ``stragglers``."""
-        host, device = plain(str(fields["host"])), plain(str(fields.get("device", "")))
+        host, device = (
+            plain(str(fields["host"]), MOST_TEXT),
+            plain(str(fields.get("device", "")), MOST_TEXT),
+        )
         metric, value = str(fields["metric"]), _read_number(fields["value"])
-        is_known = metric in report["metrics"] or metric in report["sections"]
-        times = value / _compute_median(_read_values(report, metric)) if is_known else math.nan
+        times = value / _compute_median(_read_values(report, metric))
         score = _read_number(fields["score"])
-        return cls(int(fields["rank"]), host, device, plain(metric), value, times, score)
+        return cls(int(fields["rank"]), host, device, plain(metric, MOST_TEXT), value, times, score)
 
     @property
     def place(self) -> str:
@@ -56,27 +59,29 @@ class ReportColumns:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     devices: tuple[str, ...]
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # NaN if the report lacks the metric
+    names: tuple[str, ...]  # of its metrics and sections
     sensors: dict[str, tuple[float, ...]]  # that at least one device has
     slow: tuple[SlowRank, ...]
 
     @classmethod
     def read(cls, report: dict[str, Any], metric: str) -> ReportColumns:
-        """Read the JSON of a report. AnswerError if it is not a report or lacks the metric."""
+        """Read the JSON of a report. AnswerError if it is not a report."""
         try:
             sensors = {
                 name: tuple(map(_read_number, report["metrics"].get(name, ()))) for name in SENSORS
             }
             columns = cls(
                 ranks=tuple(map(int, report["ranks"])),
-                hosts=tuple(plain(str(host)) for host in report["hosts"]),
-                devices=tuple(plain(str(device)) for device in report["devices"]),
-                values=_read_values(report, metric),
+                hosts=tuple(plain(str(host), MOST_TEXT) for host in report["hosts"]),
+                devices=tuple(plain(str(device), MOST_TEXT) for device in report["devices"]),
+                values=_read_values(report, metric) or (math.nan,) * len(report["ranks"]),
+                names=tuple(plain(name, MOST_TEXT) for name in _list_names(report)),
                 sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
                 slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            reason = f"{type(error).__name__}: {plain(str(error))}"
+            reason = f"{type(error).__name__}: {plain(str(error), MOST_TEXT)}"
             raise AnswerError(f"not a report of a straggler controller ({reason})") from error
         by_rank = (columns.hosts, columns.devices, columns.values, *columns.sensors.values())
         if any(len(column) != len(columns.ranks) for column in by_rank):
@@ -158,7 +163,9 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
         response = client.request("GET", "/status").check()
         status = response.json()
         if not isinstance(status.get("reports"), int) or "world_size" not in status:
-            raise AnswerError(f"not a straggler controller: it answers {plain(response.text)!r}")
+            raise AnswerError(
+                f"not a straggler controller: it answers {plain(response.text, MOST_TEXT)!r}"
+            )
         after = replace(
             before, status=status, error=None, clock_ahead_s=response.unix_time - time.time()
         )
@@ -180,15 +187,17 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
     return replace(after, report=report, recent=(*recent[1 - NUM_KEPT :], report.values))
 
 
+def _list_names(report: dict[str, Any]) -> list[str]:
+    return [*report["metrics"], *report["sections"]]
+
+
 def _read_values(report: dict[str, Any], metric: str) -> tuple[float, ...]:
+    """Return the values of a metric or section by rank, none if the report lacks it."""
     metrics, sections = report["metrics"], report["sections"]
     if metric in metrics:
         return tuple(map(_read_number, metrics[metric]))
-    if metric not in sections:
-        names = plain(", ".join([*metrics, *sections]), 400)
-        raise AnswerError(f"the report has no metric {metric!r}; it has {names}")
     steps = max(1, int(report["log_interval"]))
-    return tuple(_read_number(one["sum_ms"]) / steps for one in sections[metric])
+    return tuple(_read_number(one["sum_ms"]) / steps for one in sections.get(metric, ()))
 
 
 def _compute_median(values: Iterable[float]) -> float:

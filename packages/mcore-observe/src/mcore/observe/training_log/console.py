@@ -18,6 +18,7 @@ import torch
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.reports.memory import report_memory
 from mcore.observe.sinks.scalars import as_number
+from mcore.observe.terminal import plain
 from mcore.observe.training_log.measures import Interval, TimerRows, timer_names
 from mcore.observe.training_log.step import LogStep, StepInput, is_on
 from mcore.parallel.groups import get_pg_rank
@@ -58,7 +59,7 @@ def list_fields(
         Field("params norm", values.params_norm, ".3f"),
         Field("max attention logit", values.log_max_attention_logit, ".3f"),
     ]
-    averages = loss_averages(totals)
+    averages = loss_averages(totals) | dict(interval.losses)
     seconds = interval.seconds_per_iteration
     milliseconds = None if seconds is None else seconds * 1e3
     tflops_per_device = interval.tflops_per_device
@@ -126,8 +127,7 @@ def print_line(step: LogStep, parts: Sequence[Field | str], numbers: Mapping[int
         if part.same_as is None or shown.get(part.same_as) != text:
             shown[part.name] = text
             texts.append(f" {part.name}: {text} |")
-    line = "".join(texts)
-    write_line(line if step.has_megatron_line else _colour(line))
+    write_line("".join(texts), has_colours=not step.has_megatron_line)
 
 
 def _colour(text: str) -> str:
@@ -138,14 +138,15 @@ def _colour(text: str) -> str:
     return re.sub(r"(?<=: )(-?(?:NAN|INF|nan|inf))\b", "\033[31m\\1\033[0m", text)
 
 
-def write_line(text: str) -> None:
+def write_line(text: str, *, has_colours: bool = False) -> None:
     """Print a line, above a progress bar of tqdm. A broken console gives one warning."""
+    text = plain(text)  # names may have escape sequences
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     try:
         with contextlib.ExitStack() as stack:
             if getattr(bars, "_instances", None):
                 stack.enter_context(bars.external_write_mode(file=sys.stdout))
-            print(text, flush=True)  # noqa: T201
+            print(_colour(text) if has_colours else text, flush=True)  # noqa: T201
     except (OSError, ValueError) as error:
         _warn_of_console(type(error).__name__)
 

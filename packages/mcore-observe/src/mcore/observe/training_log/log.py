@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,13 @@ from mcore.observe.training_log.console import (
     print_step_time,
 )
 from mcore.observe.training_log.expert_report import ExpertReport
-from mcore.observe.training_log.measures import IntervalMeter, TimerReader, TimerRows
+from mcore.observe.training_log.measures import (
+    Interval,
+    IntervalMeter,
+    TimerReader,
+    TimerRows,
+    reduce_over_ranks,
+)
 from mcore.observe.training_log.step import (
     LogStep,
     StepInput,
@@ -85,7 +91,7 @@ def training_log(
     ``log_interval``. Each of these collectives runs if its values are requested and its group has
     more than one rank: a maximum of the learning rate over ``mp``, one all-gather of timers and a
     barrier over the world, a maximum of memory over ``pp``, the sums of MoE metrics, of energy and
-    of norms of DTensor gradients, and for the readable line one maximum over the world.
+    of norms of DTensor gradients, and for the readable line one all-gather over the world.
 
     The last rank prints the line. A rank with trackers in ``global_state``, usually the last one,
     copies all device values to the host at once. An exception of a tracker becomes a warning.
@@ -132,7 +138,7 @@ def training_log(
         ... )
         False
         >>> totals["lm loss"]
-        tensor([2.5000])
+        tensor([2.5000], dtype=torch.float64)
     """
     given = StepInput(
         losses=loss_dict,
@@ -219,16 +225,20 @@ def log_training_step(
         state.experts.collect(step, scalars, totals)  # foreign trackers expect every step
         return report_memory_flag
 
-    # Steps that log: collect the values of trackers and of the line. They stay on the device.
+    # Steps that log: collect the values of trackers and of the line. They stay on the device,
+    # except for losses that are reduced over the ranks.
     values = step.reduce_values()
     iterations = count_iterations(totals)
     rows = state.timers.read(step, iterations)
+    if step.ends_console_interval:
+        interval = state.meter.measure(step, totals, iterations)
+    else:
+        interval = Interval(step_losses=reduce_over_ranks(step, {}).losses)
     if step.ends_sink_interval:
-        add_step_values(scalars, step, values)
+        add_step_values(scalars, step, replace(values, losses=interval.step_losses))
     expert_fields = state.experts.collect(step, scalars, totals)
     line: list[Field | str] = []
     if step.ends_console_interval:
-        interval = state.meter.measure(step, totals, iterations)
         add_interval_values(scalars, step, interval)
         if step.has_megatron_line:
             print_step_time(interval)

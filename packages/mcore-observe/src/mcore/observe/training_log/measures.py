@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +20,15 @@ from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.timers import Timers, gather_seconds, longest_times
 from mcore.observe.training_log.step import LogStep, is_on
 from mcore.parallel.groups import comm_device
-from mcore.parallel.torch_compat import is_distributed
+from mcore.parallel.torch_compat import all_gather_single, is_distributed
 
 logger = logging.getLogger(__name__)
 
 DATA_TIMER = "batch-generator"
 _INTERVAL_TIMER = "interval-time"
 _FLOPS_ANCHOR = "_flops_at_last_log"  # an attribute of the state
-_NUM_LOSSES = 8  # losses with a maximum over the ranks: the message has a fixed size
+_NUM_LOSSES = 32  # losses that are reduced over the ranks: the message has a fixed size
+_BLOCK = 1 + _NUM_LOSSES
 _NOTHING = -math.inf  # the contribution of a rank without a value to a maximum
 
 # Dense bf16 TFLOP/s by the start of torch's device name. If the maker states all three:
@@ -95,8 +96,8 @@ _FOREIGN_WRITERS = (
 class Interval:
     """The measures of one interval. Energy, power and throughput per device are per GPU.
 
-    The last eight are measured for the readable line alone. Percentages, counts and losses are the
-    largest over all ranks.
+    Those from ``tokens_per_s`` to ``ooms`` are measured for the readable line alone. Percentages
+    and counts are the largest over all ranks.
     """
 
     seconds_per_iteration: float | None = None
@@ -111,7 +112,9 @@ class Interval:
     memory_percent: Any = None
     allocator_retries: Any = None
     ooms: Any = None
+    losses: Mapping[str, Any] = field(default_factory=dict)  # averages
     largest_losses: Mapping[str, Any] = field(default_factory=dict)
+    step_losses: Mapping[str, Any] = field(default_factory=dict)
 
 
 class IntervalMeter:
@@ -125,6 +128,7 @@ class IntervalMeter:
     def __init__(self) -> None:
         self._anchor_s: float | None = None
         self._steps = 0  # since the anchor
+        self._names: set[str] = set()  # of the losses since the last line
         self._samples: float | None = None  # since the last line, None if nobody counts them
         self._tokens: float | None = None
         self._waited_s: float | None = None  # since the last line, None if a timer measures it
@@ -147,6 +151,7 @@ class IntervalMeter:
     def note_step(self, step: LogStep) -> None:
         """Count a step without reading a device."""
         given = step.given
+        self._names.update(step.losses)
         if self._anchor_s is None:
             # The first step ends here. Its beginning is unknown, so it is not timed.
             self._anchor_s = time.perf_counter()
@@ -168,8 +173,8 @@ class IntervalMeter:
     def measure(self, step: LogStep, totals: Mapping[str, Any], iterations: int) -> Interval:
         """Measure the interval that a console line ends, and start the next one.
 
-        All ranks call it: a running timer is a barrier, energy is summed over the world, and the
-        readable line has one maximum over the world.
+        All ranks call it: a running timer is a barrier, energy is summed over the world, and
+        :func:`reduce_over_ranks` may be an all-gather.
         """
         state = step.global_state
         seconds = self._take_seconds(getattr(state, "timers", None), iterations)
@@ -187,12 +192,17 @@ class IntervalMeter:
             joules_per_iteration=joules,
             watts=joules / per_iteration if joules is not None and per_iteration else None,
         )
+        # The totals also have losses of experts, which are reduced already.
+        found = loss_averages(totals)
+        averages = {name: found[name] for name in found if name in self._names}
+        self._names = set()
         if step.has_megatron_line:
-            return interval
-        return self._measure_readable(step, totals, interval, iterations)
+            ranks = reduce_over_ranks(step, averages)
+            return replace(interval, losses=ranks.averages, step_losses=ranks.losses)
+        return self._measure_readable(step, averages, interval, iterations)
 
     def _measure_readable(
-        self, step: LogStep, totals: Mapping[str, Any], interval: Interval, iterations: int
+        self, step: LogStep, averages: Mapping[str, Any], interval: Interval, iterations: int
     ) -> Interval:
         seconds = (interval.seconds_per_iteration or 0.0) * iterations
         samples, tokens = self._samples, self._tokens
@@ -205,7 +215,7 @@ class IntervalMeter:
         data = None
         if waited_s is not None and seconds:
             data = min(100.0, 100 * (waited_s / seconds))
-        largest, losses = _reduce_largest([data, *_read_memory()], loss_averages(totals))
+        ranks = reduce_over_ranks(step, averages, [data, *_read_memory()])
         peak = _find_peak()
         tflops = interval.tflops_per_device
         return replace(
@@ -213,11 +223,13 @@ class IntervalMeter:
             tokens_per_s=tokens / seconds if tokens and seconds else None,
             samples_per_s=samples / seconds if not tokens and seconds else None,
             mfu_percent=100 * tflops / peak if tflops and peak else None,
-            data_percent=largest[0],
-            memory_percent=largest[1],
-            allocator_retries=largest[2],
-            ooms=largest[3],
-            largest_losses=losses,
+            data_percent=ranks.measures[0],
+            memory_percent=ranks.measures[1],
+            allocator_retries=ranks.measures[2],
+            ooms=ranks.measures[3],
+            losses=ranks.averages,
+            largest_losses=ranks.largest,
+            step_losses=ranks.losses,
         )
 
     def _take_seconds(self, timers: Any, iterations: int) -> float | None:
@@ -289,47 +301,93 @@ def _read_memory() -> list[float | None]:
     return [share, stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)]
 
 
-def _reduce_largest(
-    local: list[float | None], losses: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the largest measures and losses of all ranks, on the device of the collective.
+@dataclass(frozen=True)
+class RankValues:
+    """Values of all ranks, reduced: the largest measures, and losses by name."""
 
-    Ranks without losses contribute nothing. If ranks have losses of different names, no largest
-    losses are returned.
+    measures: Sequence[float | None]
+    averages: Mapping[str, Any]  # of the interval
+    losses: Mapping[str, Any]  # of the step
+    largest: Mapping[str, Any] = field(default_factory=dict)  # averages, over the world
+
+
+def reduce_over_ranks(
+    step: LogStep, averages: Mapping[str, Any], local: Sequence[float | None] = ()
+) -> RankValues:
+    """Reduce measures and losses over the ranks, the losses as the step requests.
+
+    All ranks call it: one all-gather over the world, or none if nothing is reduced. Ranks without
+    losses contribute nothing, and neither do ranks with losses of other names.
     """
-    if not is_distributed() or dist.get_world_size() == 1:
-        return list(local), {}
-    device = comm_device()
-    names = list(losses)[:_NUM_LOSSES]
-    # A digest of the names is sent as x and as -x. The maxima are x and -x only if every rank that
-    # has losses sent the same x: the maximum of -x is minus the smallest x.
-    digest = float(zlib.crc32("\0".join(names).encode()) >> 8) if names else None
-    head = [digest, None if digest is None else -digest, *local]
+    reduce = step.given.reduce
+    shows_ranks = step.ends_console_interval and not step.has_megatron_line
+    if step.world_size == 1 or not is_distributed() or not (shows_ranks or reduce != "last"):
+        return RankValues(local, averages, step.losses)
+    rows = _gather_rows(local, averages, step.losses)
+    measures, *blocks = torch.split(rows, [len(local), _BLOCK, _BLOCK], dim=1)
+    ranks = step.loss_ranks()
+    found, losses = [
+        own if reduce == "last" else _reduce_block(own, block[ranks], reduce)
+        for own, block in zip((averages, step.losses), blocks, strict=True)
+    ]
+    names = blocks[0][:, 0]
+    is_alike = len(set(names.tolist()) - {0.0}) <= 1
+    if step.writes and (not is_alike or len(averages) > _NUM_LOSSES):
+        _warn_of_losses()
+    most = measures.nan_to_num(_NOTHING).amax(0).tolist()
+    return RankValues(
+        [None if value == _NOTHING else value for value in most],
+        found,
+        losses,
+        largest=_reduce_block(averages, blocks[0], "max") if shows_ranks and is_alike else {},
+    )
+
+
+def _gather_rows(local: Sequence[float | None], *losses: Mapping[str, Any]) -> torch.Tensor:
+    """Gather a row of every rank, ``[world_size, columns]`` on the host. Unknown values are NaN.
+
+    A row has the measures, then a block for each of the losses: a digest of their names, and their
+    values. Its size is fixed, since ranks may have different losses.
+    """
+    device = comm_device(dist.group.WORLD)
     dtype = widest_float(device)
-    # The message: the head, the losses, and for each loss 1 if it is NaN. Backends disagree about
-    # the maximum of NaN and a number, so NaN is sent as nothing and restored from the last part.
-    vector = torch.full((len(head) + 2 * _NUM_LOSSES,), _NOTHING, dtype=dtype, device=device)
-    vector[: len(head)] = torch.tensor([_NOTHING if v is None else v for v in head], dtype=dtype)
-    start = len(head)
-    if names:
-        present = torch.stack(
-            [
-                torch.as_tensor(losses[name], dtype=dtype, device=device).detach().reshape(())
-                for name in names
-            ]
-        )
-        vector[start : start + len(names)] = present.nan_to_num(_NOTHING, math.inf, _NOTHING)
-        nans = start + _NUM_LOSSES
-        vector[nans : nans + len(names)] = present.isnan().to(dtype)
-    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    found = [None if value == _NOTHING else value for value in vector[:start].tolist()]
-    largest: dict[str, Any] = {}
-    if names and found[0] is not None and found[1] == -found[0]:
-        is_nan = vector[start + _NUM_LOSSES :] > 0
-        for index, name in enumerate(names):
-            value = vector[start + index]
-            largest[name] = torch.where(is_nan[index], torch.full_like(value, math.nan), value)
-    return found[2:], largest
+    numbers = [math.nan if value is None else value for value in local]
+    parts = [torch.tensor(numbers, dtype=dtype, device=device)]
+    for by_name in losses:
+        names = list(by_name)[:_NUM_LOSSES]
+        block = torch.full((_BLOCK,), math.nan, dtype=dtype, device=device)
+        block[0] = _digest(names)
+        for index, name in enumerate(names, 1):
+            block[index] = torch.as_tensor(by_name[name]).detach().reshape(())
+        parts.append(block)
+    row = torch.cat(parts)[None]
+    rows = row.new_empty((dist.get_world_size(), row.shape[1]))
+    all_gather_single(rows, row, dist.group.WORLD)
+    return rows.cpu()
+
+
+def _reduce_block(own: Mapping[str, Any], block: torch.Tensor, how: str) -> Mapping[str, Any]:
+    """Return the mean or the largest of the losses of ranks with the same losses."""
+    names = list(own)[:_NUM_LOSSES]
+    values = block[block[:, 0] == _digest(names), 1 : 1 + len(names)]
+    if not names or not len(values):
+        return own
+    reduced = values.mean(0) if how == "mean" else values.amax(0)  # NaN stays NaN
+    return {**own, **dict(zip(names, reduced.tolist(), strict=True))}
+
+
+def _digest(names: Sequence[str]) -> float:
+    """Return a number for names that float32 holds, 0 without names."""
+    return float((zlib.crc32("\0".join(names).encode()) >> 8) + 1) if names else 0.0
+
+
+@functools.cache
+def _warn_of_losses() -> None:
+    logger.warning(
+        "losses are not reduced over all ranks: only the first %d are, and only over ranks with "
+        "losses of the same names",
+        _NUM_LOSSES,
+    )
 
 
 def timer_names(logger_config: Any) -> tuple[str, ...]:

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks.scalars import as_number, only_numbers
-from mcore.parallel.groups import get_pg_size, world_size
+from mcore.parallel.groups import as_process_group, get_pg_size, world_size
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
-from mcore.versioning.process_rank import process_world_size
+from mcore.versioning.process_rank import process_rank, process_world_size
 
 _CALCULATOR = "megatron.core.num_microbatches_calculator"
 _NUMBERS = (
@@ -53,6 +55,8 @@ class StepInput:
     history_wct: Sequence[float] | None = None
     loaded_iteration: int = 0
     seq_length: int | None = None
+    reduce: str = "last"  # of the losses over the ranks: "mean", "max" or "last"
+    dp_group: Any = None  # the ranks of the reduction. None is the group dp, else all ranks
 
 
 @dataclass
@@ -77,7 +81,7 @@ class LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
         sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
-        writes = is_last_rank()
+        writes = writes_log(global_state)
         return cls(
             given=given,
             losses=only_numbers(given.losses, warns=writes),
@@ -141,6 +145,14 @@ class LogStep:
         """Return a group that has more than one rank, else None."""
         group = getattr(self.pg_collection, name, None)
         return group if get_pg_size(group) > 1 else None
+
+    def loss_ranks(self) -> Any:
+        """Return an index of the global ranks over which this rank reduces losses."""
+        group = self.given.dp_group
+        if group is None and self.pg_collection is None:
+            return slice(None)
+        group = as_process_group(group or getattr(self.pg_collection, "dp", None))
+        return [process_rank()] if group is None else dist.get_process_group_ranks(group)
 
     def reduce_values(self) -> StepInput:
         """Return the input with None for values that are not numbers, and the reduced rate.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 
 from mcore.parallel.shortened import ranks_text, shorten
 
@@ -28,6 +32,76 @@ class DamagedCheckpointError(CheckpointingException):
         >>> issubclass(DamagedCheckpointError, CheckpointingException)
         True
     """
+
+
+class IntactContentError(CheckpointingException):
+    """The content is as it was saved, but this process cannot use it."""
+
+
+class UnreachableError(OSError):
+    """A storage did not respond or refused to, so its content is unknown."""
+
+
+# A name is missing or belongs to something else. Any other error of the system may pass.
+_LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+
+
+def is_lasting(error: OSError) -> bool:
+    """Return whether an error shows that a file is missing or not a file."""
+    return error.errno in _LASTING
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory, for which torch raises three types."""
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def find_passing(error: BaseException) -> BaseException | None:
+    """Return the cause of an error that is no proof of damage, such as a lack of memory, or None.
+
+    An error of the input that is seen twice must have no cause.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        if is_out_of_memory(found) or (isinstance(found, OSError) and not is_lasting(found)):
+            return found
+        found = found.__cause__
+    return None
+
+
+@contextmanager
+def raise_as_damage() -> Iterator[None]:
+    """Raise problems of the content as damage. Errors that may pass stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        passing = find_passing(error)
+        if isinstance(error, IntactContentError) or (
+            passing is not None and not isinstance(passing, UnreachableError)
+        ):
+            raise
+        is_content = isinstance(error, CheckpointingException | EOFError) and passing is None
+        kind = DamagedCheckpointError if is_content else CheckpointingException
+        raise kind(describe_error(error)) from error
+
+
+@contextmanager
+def name_checkpoint(action: str, path: object) -> Iterator[None]:
+    """Add the path of the checkpoint to an error. In a load, an error that may pass stays as it is.
+
+    The other ranks raise a CheckpointingException with its text.
+    """
+    try:
+        yield
+    except CheckpointingException as error:
+        text = f"cannot {action} {path}: {error}"
+        passing = find_passing(error) if action == "load" else None
+        if passing is None or isinstance(passing, UnreachableError):
+            raise type(error)(text) from error
+        if hasattr(passing, "add_note"):
+            passing.add_note(text)
+        raise passing from None
 
 
 def describe_error(error: BaseException) -> str:

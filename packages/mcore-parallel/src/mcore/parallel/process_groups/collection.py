@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -273,6 +274,70 @@ class ProcessGroups(_Owner):
         return cls._build(*groups_from_mesh(plan))
 
     @classmethod
+    def from_megatron(cls, collection: Any = None) -> ProcessGroups:
+        """Use the groups that Megatron-LM made.
+
+        No communication. The groups stay Megatron-LM's: :meth:`destroy` leaves them.
+
+        Args:
+            collection: A ``ProcessGroupCollection`` of megatron-core. None means the groups of
+                ``megatron.core.parallel_state``, after ``initialize_model_parallel``.
+
+        Returns:
+            The groups of this rank, with Megatron-LM's names. A group that is not set there, or
+            that this rank does not belong to, is None.
+
+        Raises:
+            RuntimeError: There is no collection, and megatron-core is absent or not initialised.
+            TypeError: ``collection`` has no field of a ProcessGroups.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> ProcessGroups.from_megatron(SimpleNamespace(tp=None, dp=None))
+            ProcessGroups(empty)
+        """
+        if collection is None:
+            kind, state = _import_megatron("process_groups_config", "parallel_state")
+            if not state.is_initialized():
+                raise RuntimeError(
+                    "Megatron-LM has no groups yet. Call "
+                    "megatron.core.parallel_state.initialize_model_parallel(...) before"
+                )
+            collection = kind.ProcessGroupCollection.use_mpu_process_groups()
+        absent = object()
+        found: dict[str, Any] = {
+            name: getattr(collection, name, absent) for name in _MEGATRON_NAMES
+        }
+        if all(value is absent for value in found.values()):
+            raise TypeError(
+                f"expected a ProcessGroupCollection of megatron-core, got {type(collection)}"
+            )
+        outside = (absent, dist.GroupMember.NON_GROUP_MEMBER)
+        kept = {name: value for name, value in found.items() if value not in outside}
+        return cls(**{name: value for name, value in kept.items() if value != []})
+
+    def to_megatron(self) -> Any:
+        """Return a ``ProcessGroupCollection`` of megatron-core with these groups.
+
+        No communication. A field that is not set is None there. ``intra_dist_opt`` is the world
+        group, since there is one optimizer instance, unless ``inter_dist_opt`` is set.
+
+        Raises:
+            RuntimeError: megatron-core is not installed, or these groups were destroyed.
+
+        Example:
+            >>> ProcessGroups().to_megatron()  # doctest: +SKIP
+            ProcessGroupCollection(...)
+        """
+        (module,) = _import_megatron("process_groups_config")
+        kind = module.ProcessGroupCollection
+        theirs = {each.name for each in fields(kind)}
+        values = {name: getattr(self, name) for name in _MEGATRON_NAMES if name in theirs}
+        if "intra_dist_opt" in theirs and is_distributed() and self.inter_dist_opt is None:
+            values["intra_dist_opt"] = dist.group.WORLD
+        return kind(**values)
+
+    @classmethod
     def _build(cls, made: Mapping[str, Any], shared: list[SharedGroup]) -> ProcessGroups:
         """Return an object with these fields. Meshes are made when they are first read."""
         lazy = {name: value for name, value in made.items() if isinstance(value, LazyMesh)}
@@ -408,7 +473,18 @@ class ProcessGroups(_Owner):
 
 ProcessGroupCollection = ProcessGroups
 _FIELD_NAMES = tuple(each.name for each in fields(ProcessGroups))
+_MEGATRON_NAMES = tuple(name for name in _FIELD_NAMES if not name.endswith("_mesh"))
 _living: weakref.WeakValueDictionary[int, ProcessGroups] = weakref.WeakValueDictionary()
+
+
+def _import_megatron(*names: str) -> list[Any]:
+    """Import modules of ``megatron.core``."""
+    try:
+        return [importlib.import_module(f"megatron.core.{name}") for name in names]
+    except ImportError as error:
+        raise RuntimeError(
+            f"the groups of Megatron-LM need megatron-core: {error}. Run pip install megatron-core"
+        ) from error
 
 
 @functools.cache

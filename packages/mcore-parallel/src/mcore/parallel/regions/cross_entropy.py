@@ -69,14 +69,14 @@ def vocab_parallel_cross_entropy(
     vocab_size = most if vocab_size is None else vocab_size
     given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
     places = partial(_find_targets_without_loss, *given, most)
-    is_ignored, is_outside = check_on_all_ranks(places, lambda _: _describe(*given), group)
+    without_loss = check_on_all_ranks(places, lambda _: _describe(*given), group)
     smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        vocab_parallel_logits, target - first, num_counted, smoothing, group
+        vocab_parallel_logits, target, without_loss, first, num_counted, smoothing, group
     )
-    return losses.masked_fill(is_ignored, 0.0).masked_fill(is_outside, float("nan"))
+    return losses
 
 
 class _Smoothing:
@@ -91,52 +91,65 @@ class _Smoothing:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward losses from targets in local columns, also of other ranks. Keeps exponentials."""
+    """Losses of targets in the columns of any rank. Keeps exponentials. Launches few kernels."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
         target: Tensor,
+        without_loss: tuple[Tensor, Tensor, Tensor],
+        first: int,
         num_counted: int,
         smoothing: _Smoothing | None,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        is_elsewhere = (target < 0) | (target >= num_counted)
-        places = target.masked_fill(is_elsewhere, 0)[..., None]
+        is_outside, is_ignored, has_no_loss = without_loss
+        local = target - first if first else target
+        places = local.clamp(0, max(num_counted, 1) - 1)
         shifted = _shift(logits, num_counted, group)
-        chosen = shifted.gather(-1, places)[..., 0].masked_fill(is_elsewhere, 0.0)
+        chosen = shifted.gather(-1, places[..., None])[..., 0]
         totals = [] if smoothing is None else [shifted[..., :num_counted].sum(dim=-1)]
         exponentials = shifted.exp_()
-        sums = torch.stack((exponentials.sum(dim=-1), chosen, *totals))
+        sums = [exponentials.sum(dim=-1), chosen, *totals]
+        is_elsewhere = None  # on one rank, such targets have no loss
         if group is not None:
-            dist.all_reduce(sums, group=group)
-        normalizer, chosen = sums[0], sums[1]
-        ctx.save_for_backward(exponentials, normalizer, places, is_elsewhere)
+            is_elsewhere = places != local if num_counted else torch.ones_like(has_no_loss)
+            chosen.masked_fill_(is_elsewhere, 0.0)
+            joined = torch.stack(sums)
+            dist.all_reduce(joined, group=group)
+            sums = list(joined.unbind())
+        normalizer, chosen = sums[:2]
+        ctx.save_for_backward(exponentials, normalizer, places, has_no_loss, is_elsewhere)
         ctx.dtype, ctx.num_counted, ctx.smoothing = logits.dtype, num_counted, smoothing
         losses = normalizer.log() - chosen
-        if smoothing is None:
-            return losses
-        average = normalizer.log() - sums[2] / smoothing.vocab_size
-        # Not torch.lerp: its difference of two infinite losses is NaN.
-        return losses * (1 - smoothing.share) + average * smoothing.share
+        if smoothing is not None:
+            average = normalizer.log() - sums[2] / smoothing.vocab_size
+            # Not torch.lerp: its difference of two infinite losses is NaN.
+            losses = losses * (1 - smoothing.share) + average * smoothing.share
+        return losses.masked_fill_(is_outside, float("nan")).masked_fill_(is_ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # only with create_graph
             raise RuntimeError(
                 "vocab_parallel_cross_entropy has no gradients of gradients: leave create_graph "
                 "out, or take the cross entropy of gathered logits"
             )
-        exponentials, normalizer, places, is_elsewhere = ctx.saved_tensors
+        exponentials, normalizer, places, has_no_loss, is_elsewhere = ctx.saved_tensors
+        zero = torch.zeros((), dtype=grad_losses.dtype, device="cpu")
+        grad_losses = torch.where(has_no_loss, zero, grad_losses)
         grad = exponentials * (grad_losses / normalizer)[..., None]
-        at_target = grad_losses.masked_fill(is_elsewhere, 0.0)[..., None]
+        at_target = grad_losses
+        if is_elsewhere is not None:
+            at_target = torch.where(is_elsewhere, zero, grad_losses)
         if ctx.smoothing is not None:
             at_target = at_target * (1 - ctx.smoothing.share)
             each = grad_losses * (ctx.smoothing.share / ctx.smoothing.vocab_size)
             grad[..., : ctx.num_counted] -= each[..., None]
-        grad.scatter_(-1, places, grad.gather(-1, places) - at_target)
-        return grad.to(ctx.dtype), None, None, None, None
+        places = places[..., None]
+        grad.scatter_(-1, places, grad.gather(-1, places) - at_target[..., None])
+        return grad.to(ctx.dtype), None, None, None, None, None, None
 
 
 def _shift(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -151,7 +164,8 @@ def _shift(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) ->
     if group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     shifted = values - largest[..., None]
-    shifted[..., num_counted:] = float("-inf")
+    if num_counted < shifted.shape[-1]:
+        shifted[..., num_counted:] = float("-inf")
     return shifted
 
 
@@ -162,8 +176,8 @@ def _find_targets_without_loss(
     vocab_size: int,
     ignore_index: int,
     most: int,
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments. Return masks of ignored targets and of targets not in the vocabulary."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the arguments. Return masks of targets not in the vocabulary, ignored, and both."""
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold int64, got {target.dtype}: pass target.long()")
     if not most or target.shape != logits.shape[:-1]:
@@ -179,13 +193,16 @@ def _find_targets_without_loss(
             "to below 1, and 0 for a vocabulary of 1"
         )
     is_ignored = target == ignore_index
-    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
-    if target.device.type == "cpu" and is_outside.any():
-        raise ValueError(
-            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
-            f"{vocab_size}: only {ignore_index} is ignored"
-        )
-    return is_ignored, is_outside
+    is_outside = target.clamp(0, vocab_size - 1) != target
+    if target.device.type == "cpu":
+        unknown = target[is_outside & ~is_ignored]
+        if unknown.numel():
+            raise ValueError(
+                f"target {int(unknown[0])} is not below the vocabulary's size, "
+                f"{vocab_size}: only {ignore_index} is ignored"
+            )
+    is_usual = not 0 <= ignore_index < vocab_size  # then ignored targets are outside
+    return is_outside, is_ignored, is_outside if is_usual else is_outside | is_ignored
 
 
 def _describe(logits: Tensor, target: Tensor, *settings: float) -> str:

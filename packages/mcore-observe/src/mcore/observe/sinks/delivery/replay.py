@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from mcore.observe.runs.config import LoggerConfig
+from mcore.observe.sinks import mlflow
 from mcore.observe.sinks.delivery.spool import SpoolOwner, spool_files
 from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.trackers import TRACKERS
 
 
-def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> Iterator[str]:
+def replay(
+    folder: str | os.PathLike[str], *, mlflow_uri: str | None = None, trust_run: bool = False
+) -> Iterator[str]:
     """Send the metrics that have not arrived in trackers, each value once, and end their runs.
 
     Values that a tracker has are not sent a second time, whenever the process died. Comet is an
@@ -23,14 +28,17 @@ def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> 
 
     Args:
         folder: A run's folder, or the folder of spool files that a message has named.
-        mlflow_uri: MLflow's server, needed if its address has a password, which no file keeps.
-            None uses MLFLOW_TRACKING_URI.
+        mlflow_uri: MLflow's server. None uses MLFLOW_TRACKING_URI, else the address that the
+            folder names, without credentials.
+        trust_run: Whether to send metrics and credentials to the address that the folder names.
 
     Yields:
-        A sentence for each run of a tracker.
+        A sentence for each run of a tracker, and one before metrics are sent to another address
+        than expected.
 
     Raises:
         FileNotFoundError: There is no such folder.
+        ValueError: An address in the folder is used only if the run is trusted.
         Exception: An error of a tracker that is still unreachable. Nothing is lost.
 
     Example:
@@ -48,43 +56,94 @@ def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> 
         except BlockingIOError:
             yield f"{path.name}: skipped, since a living process writes and sends it"
             continue
-        yield _replay_file(owner, mlflow_uri)
+        try:
+            yield from _replay_file(owner, given, mlflow_uri, trust_run)
+        finally:
+            owner.close()
 
 
-def _replay_file(owner: SpoolOwner, mlflow_uri: str | None) -> str:
+def _replay_file(
+    owner: SpoolOwner, folder: Path, mlflow_uri: str | None, trust_run: bool
+) -> Iterator[str]:
     facts = owner.contents.facts
-    spec = next(spec for spec in TRACKERS if spec.name == facts["tracker"])
-    others = spool_files(owner.path.parent, spec.name)
-    settings = _restore_settings(facts["settings"], mlflow_uri)
+    spec = next((spec for spec in TRACKERS if spec.name == facts.get("tracker")), None)
+    kept = facts.get("settings")
+    if spec is None or not isinstance(kept, dict):
+        raise ValueError(f"{owner.path} is damaged: it does not name its tracker and settings")
+    settings = _restore_settings(kept)
+    hiding: AbstractContextManager[None] = nullcontext()
+    if not trust_run and settings.wandb_save_dir is not None:
+        settings.wandb_save_dir = str(folder)  # W&B writes here, and nowhere else
+    if spec is mlflow.TRACKER:
+        said, is_trusted = _choose_address(settings, mlflow_uri, trust_run)
+        hiding = nullcontext() if is_trusted else _hide_credentials()
+        if said:
+            yield f"{spec.label}: {said}"
     opening = Opening(settings, facts.get("params"), run_id=facts.get("run_id") or None)
-    run = spec.open(opening)
-    try:
-        run.open()
-        sent = run.send_left(owner)
-    except BaseException:
-        run.release()
-        raise
-    # A living process that continues the run ends it itself.
-    if any(_has_owner(path) for path in others if path != owner.path):
-        run.release()
-    else:
-        run.close(facts.get("status", "KILLED"))
-    return f"{spec.label}: {sent} values sent to the run {run.run_id}".rstrip()
+    others = spool_files(owner.path.parent, spec.name)
+    with hiding:
+        run = spec.open(opening)
+        try:
+            run.open()
+            sent = run.send_left(owner)
+        except BaseException:
+            run.closing_s = 0.0
+            run.release()
+            raise
+        # A living process that continues the run ends it itself.
+        if any(_has_owner(path) for path in others if path != owner.path):
+            run.release()
+        else:
+            run.close(facts.get("status", "KILLED"))
+    yield f"{spec.label}: {sent} values sent to the run {run.run_id}".rstrip()
 
 
-def _restore_settings(kept: dict[str, Any], mlflow_uri: str | None) -> LoggerConfig:
+def _restore_settings(kept: dict[str, Any]) -> LoggerConfig:
     settings = LoggerConfig()
     # A newer version may have written settings that this one lacks.
     known = {field.name for field in dataclasses.fields(settings)}
     for name, value in kept.items():
         if name in known:
             setattr(settings, name, value)
-    uri = settings.mlflow_tracking_uri or ""
-    if mlflow_uri is not None or "***" in uri:
-        settings.mlflow_tracking_uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if settings.mlflow_tracking_uri is None:
-            raise ValueError(f"the password of {uri} is not stored; give --mlflow-uri")
     return settings
+
+
+def _choose_address(
+    settings: LoggerConfig, mlflow_uri: str | None, trust_run: bool
+) -> tuple[str, bool]:
+    """Set MLflow's address. Return a remark, and whether the user and not the folder chose it."""
+    kept = str(settings.mlflow_tracking_uri or "")
+    given = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if mlflow_uri is None and kept and trust_run and "***" not in kept:
+        return "", True
+    if given is not None or not kept:
+        settings.mlflow_tracking_uri = given
+        differs = bool(mlflow_uri is None and kept) and given != kept
+        more = f"MLFLOW_TRACKING_URI is used, not {kept} (--trust-run uses it)"
+        return (more if differs else ""), True
+    if "***" in kept:
+        raise ValueError(f"the password of {kept} is not stored; give --mlflow-uri")
+    if kept.startswith(("http://", "https://")):
+        return f"sent without credentials to {kept} (--trust-run or --mlflow-uri send them)", False
+    if not kept.startswith("sqlite:"):
+        raise ValueError(f"the folder names {kept}; give --mlflow-uri, or --trust-run to use it")
+    return "", False
+
+
+@contextmanager
+def _hide_credentials() -> Iterator[None]:
+    """Hide the credentials of MLflow from MLflow: its variables, and files of the home folder."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as home:
+        for name in before:
+            if name.startswith(("MLFLOW_TRACKING_", "DATABRICKS_", "AWS_")):
+                del os.environ[name]
+        os.environ.update(HOME=home, USERPROFILE=home, NETRC=os.devnull)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _has_owner(path: Path) -> bool:

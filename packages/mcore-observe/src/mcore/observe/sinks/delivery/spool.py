@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore.observe.sinks.scalars import is_one_number
+
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".spool.jsonl"
@@ -50,18 +52,26 @@ class SpoolContents:
     facts: dict[str, Any] = field(default_factory=dict)
     entries: dict[int, StepMetrics] = field(default_factory=dict)
 
+    _num_read: int = 0
+    _num_arrived: int = 0
+
     def add(self, record: Mapping[str, Any]) -> None:
-        """Apply one line of the file."""
+        """Apply one line of the file. An error of any type for values that no spool writes."""
         if "facts" in record:
             self.facts.update(record["facts"])
         for first, last in record.get("arrived", ()):
+            self._num_arrived += last - first + 1
+            if not 0 < first <= last or self._num_arrived > self._num_read:
+                raise ValueError("more metrics have arrived than the file has")
             for number in range(first, last + 1):
                 self.entries.pop(number, None)
         if "metrics" in record:
-            number = record["number"]
-            self.entries[number] = StepMetrics(
-                record["metrics"], record["step"], record["time_ms"], number
-            )
+            number, metrics = int(record["number"]), dict(record["metrics"])
+            if not all(map(is_one_number, metrics.values())):
+                raise TypeError("a metric is not a number")
+            step, time_ms = int(record["step"]), int(record["time_ms"])
+            self.entries[number] = StepMetrics(metrics, step, time_ms, number)
+            self._num_read += 1
 
 
 class Spool:
@@ -228,13 +238,22 @@ def spool_files(folder: Path, tracker: str = "") -> list[Path]:
 
 
 def read_spool(path: Path) -> SpoolContents:
-    """Read a spool file. Damaged lines, such as an incomplete last one, are skipped."""
-    contents = SpoolContents()
+    """Read a spool file. Damaged lines, such as an incomplete last one, are skipped.
+
+    A complete line that no spool writes is a WARNING, one for the file.
+    """
+    contents, damaged = SpoolContents(), 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             record = record_of(line)
-            if record is not None:
+            if record is None:
+                continue
+            try:
                 contents.add(record)
+            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+                damaged = damaged or number
+    if damaged:
+        logger.warning("%s: line %d is damaged and was skipped", path, damaged)
     return contents
 
 
@@ -242,7 +261,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     """Return the object in a line of JSON, or None if the line is incomplete or damaged."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets within brackets
         return None
     return record if isinstance(record, dict) else None
 
@@ -276,8 +295,10 @@ class SpoolOwner:
         _remove_if_empty(self.path.parent)
 
     def close(self) -> None:
-        """Release the file for another replay."""
-        os.close(self._file)
+        """Release the file for another replay. A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 @dataclass(frozen=True)

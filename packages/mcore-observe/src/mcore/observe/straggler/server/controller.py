@@ -68,7 +68,7 @@ class StragglerController:
     ) -> None:
         check_binding(bind, token)
         if not 0 <= port <= 65535:
-            raise ValueError(f"got port {port}; expected 0..65535, 0 for any free one")
+            raise ValueError(f"got port {port}, expected 0..65535, 0 for any free one")
         family, addresses = _resolve(bind)
         router = Router(state, host=addresses[0], token=token, allow_get_toggle=allow_get_toggle)
         self._server = ControllerServer(family, (addresses[0], port), router)

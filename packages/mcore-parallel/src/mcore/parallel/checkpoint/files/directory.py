@@ -11,14 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import overload
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
 from mcore.parallel.checkpoint.files.index import file_problems, read_index
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,
     RemotePath,
-    is_unreachable,
     local_path,
     place_of,
 )
@@ -50,7 +49,8 @@ def is_complete_checkpoint(path: PathLike) -> bool:
         True or False, for any content of the directory.
 
     Raises:
-        CheckpointingException: The storage of a URL does not respond. Also an OSError.
+        CheckpointingException: The storage of a URL does not respond, or an error of the file
+            system says nothing about the content. Also an OSError.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")
@@ -65,7 +65,7 @@ def _is_complete(directory: Place) -> bool:
     try:
         return next(file_problems(directory, read_index(directory)), None) is None
     except (CheckpointingException, OSError) as error:
-        if is_unreachable(error):
+        if find_passing(error):
             raise
         return False
 
@@ -206,11 +206,11 @@ def keep_last(
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}: the newest checkpoint always stays")
-    given = [protect] if isinstance(protect, str | os.PathLike) else list(protect)
+    given = [protect] if isinstance(protect, str | bytes | os.PathLike) else list(protect)
     folder = place_of(root)
     protected = {
         _resolve(folder / text if len(Path(text).parts) == 1 else place_of(text))
-        for text in (os.fspath(one) for one in given)
+        for text in (os.fsdecode(one) for one in given)
     }
     surplus = [
         entry
@@ -244,7 +244,7 @@ def _list_local_folders(root: PathLike) -> list[Path]:
     folder = local_path(root)
     if not folder.is_dir():
         return []
-    given = Path(os.path.expanduser(root))
+    given = Path(os.path.expanduser(os.fsdecode(root)))
     return sorted(
         given / entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
     )

@@ -16,10 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Union
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    UnreachableError,
+    describe_error,
+    find_passing,
+    is_lasting,
+)
 from mcore.parallel.checkpoint.files.pieces import Seekable
 
-PathLike = str | os.PathLike[str]
+PathLike = str | bytes | os.PathLike[str]
 Place = Union[Path, "RemotePath"]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")  # a drive of Windows has one letter
@@ -45,7 +51,7 @@ def place_of(path: PathLike) -> Place:
     """Return an absolute path with its ``~`` expanded, or the place of an fsspec URL."""
     if isinstance(path, RemotePath):
         return path
-    text = _FILE_URL.sub("", os.fspath(path))
+    text = _FILE_URL.sub("", os.fsdecode(path))
     if not _URL.match(text):
         return local_path(text)
     if not _WHOLE_URL.match(text):
@@ -58,7 +64,7 @@ def place_of(path: PathLike) -> Place:
 
 def local_path(path: PathLike) -> Path:
     """Return an absolute path with its ``~`` expanded, or raise for a URL."""
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     if _URL.match(text):
         raise CheckpointingException(
             f"{text!r} is a URL, but a path of a mounted file system is expected"
@@ -83,9 +89,9 @@ def open_regular(path: Place) -> io.RawIOBase:
         _read_size(path)  # before the open: opening a device can have an effect
         stream = io.FileIO(os.open(path, _OPEN_FLAGS | getattr(os, "O_CLOEXEC", 0)), "rb")
     except OSError as error:
-        raise CheckpointingException(
-            f"{path} cannot be read ({error.strerror}{_note_link(path)}). Take another checkpoint"
-        ) from error
+        cause = without_damage(path, error)
+        text = f"{path} cannot be read ({error.strerror or error}{_note_link(path)})"
+        raise CheckpointingException(text + hint_at_another(cause)) from cause
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise CheckpointingException(f"{path} is not a regular file. Take another checkpoint")
@@ -107,9 +113,10 @@ def read_regular(path: Place, beginning: bytes) -> bytes:
             stream.seek(0)
             return stream.readall() or b""
         except (OSError, EOFError, MemoryError) as error:
+            cause = without_damage(path, error)
             raise CheckpointingException(
-                f"{path} cannot be read ({error}). Take another checkpoint"
-            ) from error
+                f"{path} cannot be read ({describe_error(error)}){hint_at_another(cause)}"
+            ) from cause
 
 
 def size_problems(
@@ -130,12 +137,36 @@ def size_problem(path: Place, expected: int, *, at_least: bool = False) -> str |
     try:
         found = _read_size(path)
     except OSError as error:
+        if not is_lasting(error) and without_damage(path, error) is not None:
+            raise
         return f"{path} cannot be read ({error.strerror}{_note_link(path)})"
     except CheckpointingException as error:
         return str(error)
     if found == expected or (at_least and found > expected):
         return None
     return f"{path} has {found} bytes but {expected} were saved: it is truncated or was changed"
+
+
+def without_damage(path: Place, error: BaseException) -> BaseException | None:
+    """Return the error of a read, or None if reading the local file again fails in the same way.
+
+    Only an error of the input that stays is damage. None as a cause marks it.
+    """
+    if not isinstance(error, OSError) or error.errno != errno.EIO or isinstance(path, RemotePath):
+        return error
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while stream.read(_FIRST_BYTES):
+                pass
+    except OSError as again:
+        return None if again.errno == errno.EIO else error
+    return error
+
+
+def hint_at_another(cause: BaseException | None) -> str:
+    """Return the advice at the end of a text, unless the cause of a failed read may pass."""
+    passes = cause is not None and find_passing(cause) is not None
+    return "" if passes else ". Take another checkpoint"
 
 
 def _read_size(path: Place) -> int:
@@ -151,18 +182,6 @@ def _read_size(path: Place) -> int:
 def _note_link(path: Place) -> str:
     is_link = isinstance(path, Path) and path.is_symlink()
     return ", though there is a link of that name" if is_link else ""
-
-
-class UnreachableError(OSError):
-    """A storage did not respond or refused to, so its content is unknown."""
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Return whether an error is caused by a storage that did not respond."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, UnreachableError):
-        found = found.__cause__
-    return found is not None
 
 
 class RemotePath(os.PathLike[str]):

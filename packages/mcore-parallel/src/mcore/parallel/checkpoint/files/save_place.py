@@ -12,13 +12,12 @@ import io
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE
 from mcore.parallel.checkpoint.files.places import Place, RemotePath, size_problems
@@ -27,6 +26,8 @@ from mcore.parallel.torch_compat import METADATA_FILE
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+# The errors of file systems without a sync of directories.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP})
 _AT_ONCE_BYTES = 1 << 24
 _INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
 _REMOTE_PAYLOAD = re.compile(r"__\d+_0-[0-9a-f]{16}\.distcp")
@@ -55,11 +56,9 @@ class LocalSave:
             os.fsync(stream.fileno())
         sync_directory(self.folder)  # the name of the file, which fsync does not include
 
-    def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Call ``write`` to write torch's index into the folder, and return its content."""
-        write(self.folder)
-        sync_file(self.folder / METADATA_FILE)
-        return (self.folder / METADATA_FILE).read_bytes()
+    def write_index(self, index: bytes) -> None:
+        """Write torch's index."""
+        write_file(self.folder / METADATA_FILE, index)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Write the manifest of files that are on storage."""
@@ -95,13 +94,9 @@ class RemoteSave:
         with self.file_of(rank).new_file() as stream:
             yield stream
 
-    def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Call ``write`` to write torch's index, upload it, and return its content."""
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder))
-            content = (Path(folder) / METADATA_FILE).read_bytes()
-        self._write(METADATA_FILE, content)
-        return content
+    def write_index(self, index: bytes) -> None:
+        """Upload torch's index."""
+        self._write(METADATA_FILE, index)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Write the manifest, which makes the files a checkpoint."""
@@ -194,9 +189,14 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on storage. Windows has no such call."""
-    if os.name != "nt":
+    """Wait until the names in a directory are on storage, if the system has such a call."""
+    if os.name == "nt":
+        return
+    try:
         sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -247,5 +247,19 @@ def make_directories(path: Path) -> None:
 def publish(incomplete: Path, final: Path) -> None:
     """Rename a directory of synced files to its final name, in one step."""
     sync_directory(incomplete)
-    incomplete.rename(final)
-    sync_directory(final.parent)
+    try:
+        incomplete.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise CheckpointingException(
+            f"{final} was made by another program during the save, and is not overwritten"
+        ) from error
+    try:
+        sync_directory(final.parent)
+    except OSError as error:
+        raise CheckpointingException(
+            f"{final} is there and complete, but it is not yet known to be on the disk: its folder "
+            f"cannot be synced ({describe_error(error)}). Do not delete older checkpoints before "
+            "the storage is checked"
+        ) from error

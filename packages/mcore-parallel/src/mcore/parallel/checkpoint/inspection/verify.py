@@ -14,21 +14,35 @@ from concurrent.futures import (
 )
 from typing import Any, NamedTuple
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.index import file_problems, piece_problem, read_index
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    describe_error,
+    find_passing,
+)
+from mcore.parallel.checkpoint.files.index import (
+    file_problems,
+    piece_problem,
+    read_index,
+    whole_file_problems,
+)
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Index, Piece
-from mcore.parallel.checkpoint.files.pieces import Scratch, checksum_in
+from mcore.parallel.checkpoint.files.pieces import Scratch
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,
     RemotePath,
-    is_unreachable,
     open_regular,
     place_of,
+    without_damage,
 )
-from mcore.parallel.checkpoint.inspection.contents import checkpoints_in, is_checkpoint
+from mcore.parallel.checkpoint.inspection.contents import (
+    checkpoints_in,
+    coverage_problem,
+    is_checkpoint,
+)
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
+from mcore.parallel.torch_compat import METADATA_FILE
 
 _BATCH_BYTES = 1 << 26  # per task of a worker, in one file
 _BATCH_PIECES = 1000
@@ -74,7 +88,7 @@ def _check_checkpoint(directory: Place, workers: int | None, output: Output) -> 
     try:
         index = read_index(directory)
     except CheckpointingException as error:
-        if is_unreachable(error):
+        if find_passing(error):
             raise
         damaged = [Damage("", MANIFEST_FILE, str(error))]
     else:
@@ -120,12 +134,13 @@ def _find_damage(
 ) -> list[Damage]:
     damaged = [Damage("", *one) for one in file_problems(directory, index)]
     unreadable = {one.file for one in damaged}
-    for name, checksum in index.whole_files.items():
-        if name not in unreadable:
-            with open_regular(directory / name) as stream:
-                found = checksum_in(stream, 0, index.files[name], Scratch())
-            if found != checksum:
-                damaged.append(Damage("", name, "its checksum differs"))
+    if not unreadable.intersection(index.whole_files):
+        damaged += [Damage("", *one) for one in whole_file_problems(directory, index)]
+    damaged += [
+        Damage(name, MANIFEST_FILE if index.has_checksums else METADATA_FILE, problem)
+        for name, stored in index.keys.items()
+        if (problem := coverage_problem(stored))
+    ]
     done, total = 0, sum(batch.num_bytes for batch in batches)
     are_local = not isinstance(directory, RemotePath)
     workers = workers or len(os.sched_getaffinity(0))
@@ -162,7 +177,7 @@ def _check_batch(batch: _Batch) -> list[Damage]:
                 if problem is not None:
                     damaged.append(Damage(key, piece.file, problem))
     except (CheckpointingException, OSError) as error:
-        if is_unreachable(error):
+        if find_passing(error) and without_damage(batch.path, error) is not None:
             raise
         keys = dict.fromkeys(key for key, _ in batch.pieces)
         return [Damage(key, batch.path.name, describe_error(error)) for key in keys]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,9 @@ from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
-from mcore.parallel.checkpoint.state_tree import OneLeaf
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.rng.shared import (
     existing_tracker,
@@ -31,11 +31,12 @@ from mcore.tensor.device import current_device
 from mcore.tensor.dtensor import is_dtensor
 
 RANDOM_STATE = "random_state"
+OPTIMIZER_ENTRIES = "optimizer_entries"
 _ARGUMENTS = (
-    "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
-    "weights_only"
+    "async_ check_replicas force model optimizer path process_group progress_bar step strict "
+    "unexpected verify weights_only"
 )
-_TAKEN = frozenset({RANDOM_STATE, *_ARGUMENTS.split()})
+_TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 
 
 def check_names(values: Mapping[str, Any]) -> None:
@@ -69,38 +70,14 @@ def _has_shards(node: Any) -> bool:
     return isinstance(node, ShardedBase) or is_dtensor(node)
 
 
-def states_to_save(values: Mapping[str, Any], team: Team) -> dict[str, Any]:
-    """Return the states of values. A state that differs between ranks is saved for each rank.
-
-    Collective over the team: two all-reduces of 64 numbers or more.
-    """
-
-    def collect() -> dict[str, Any]:
-        check_names(values)
-        return {name: state_of(name, value) for name, value in sorted(values.items())}
-
-    states = team.agree(collect)
-    leaves = {name: one.value for name, one in states.items() if isinstance(one, OneLeaf)}
-    if not all(_compare_ranks([sorted(values), sorted(leaves)], team)):
-        raise CheckpointingException(
-            f"the ranks were given different values, this rank {sorted(values)}. Pass the same "
-            "names on every rank"
-        )
-    digested = team.agree(lambda: list(map(digest_of, leaves.values())))
-    for name, is_equal in zip(leaves, _compare_ranks(digested, team), strict=True):
-        if not is_equal:
-            states[name] = ShardedObject(name, leaves[name], (team.size,), (team.rank,))
-    return states
-
-
-def _compare_ranks(values: Iterable[Any], team: Team) -> Iterator[bool]:
-    """Return, for each value, whether it is equal on all ranks."""
-    # Shifted to 63 bits, so that a digest fits into an int64 and has a negative. The maximum of the
-    # negatives is minus the smallest digest: if both agree, all ranks have one digest.
-    digests = [int.from_bytes(digest_of(value), "big") >> 1 for value in values]
-    reduced = iter(team.max([number for one in digests for number in (one, -one)]))
-    pairs = zip(reduced, reduced, strict=True)
-    return (highest == -minus_lowest for highest, minus_lowest in pairs)
+def states_to_save(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of values. A leaf that differs between ranks is saved for each rank."""
+    check_names(values)
+    states = {name: state_of(name, value) for name, value in sorted(values.items())}
+    return {
+        name: replace(state, role=Role.PER_RANK) if isinstance(state, OneLeaf) else state
+        for name, state in states.items()
+    }
 
 
 class StoredValues(NamedTuple):

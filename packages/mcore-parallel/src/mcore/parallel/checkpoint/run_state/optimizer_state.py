@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +12,21 @@ from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.run_state.model_state import ModelState
-from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
-from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.checkpoint.run_state.optimizer_entries import (
+    find_entries,
+    has_dtensor,
+    list_holders,
+    restore_entries,
+)
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard
 from mcore.parallel.shortened import titled_list
+from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
 GROUPS = "param_groups"
 _STATE = "state"
-_NO_OPTIONS = frozenset({"params", "param_names"})
+_SUBCLASS = "tensor subclass"  # such as torchao's 8-bit states, saved as one object
+_PLACES = "places"  # the numbers of the optimizers and groups that a saved group had
+_NO_OPTIONS = frozenset({"params", "param_names", _PLACES})
 # These choose the code of a step, not its result, so each process keeps its options.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -31,13 +38,19 @@ class _Parameter(NamedTuple):
 
     value: torch.Tensor
     names: Sequence[str]
-    optimizer: Optimizer
+    optimizer: Optimizer  # has the state
     group: dict[str, Any]
+    is_held: bool  # ZeroRedundancyOptimizer has the states of some parameters only
 
     @property
     def state(self) -> Mapping[str, Any]:
         """The state of the parameter. The look-up does not make one."""
         found: Mapping[str, Any] = self.optimizer.state.get(self.value, {})
+        if not isinstance(found, Mapping):
+            raise CheckpointingException(
+                f"the optimizer's state of {self.names[0]!r} is a {type(found).__name__}. Only a "
+                "dict of fields can be saved"
+            )
         return found
 
 
@@ -52,12 +65,22 @@ class OptimizerState:
     def __init__(
         self, optimizer: Optimizer | Iterable[Optimizer] | None, model: ModelState, key: str
     ) -> None:
-        self._key = key
-        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        self._parameters = list(_list_parameters(given, model))
+        self._key, self._model = key, model
+        self._given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        self._list_all()
 
-    def tree(self, groups: Groups) -> dict[str, Any]:
-        """Return the tree to save: every parameter's state, and the groups of all ranks."""
+    def _list_all(self) -> None:
+        self._parameters = list(_list_parameters(self._given, self._model))
+        self._groups = {  # by the places of optimizer and group
+            (number, place): group
+            for number, optimizer in enumerate(self._given)
+            for place, group in enumerate(
+                group for holder in list_holders(optimizer) for group in holder.groups
+            )
+        }
+
+    def tree(self) -> dict[str, Any]:
+        """Return the tree to save: every parameter's state, and the groups, of all ranks merged."""
         state = {
             name: {
                 field: self._describe(name, field, value)
@@ -66,7 +89,20 @@ class OptimizerState:
             for parameter in self._parameters
             for name in parameter.names
         }
-        return {_STATE: state, GROUPS: OneLeaf(groups)}
+        names: dict[int, list[str]] = {}
+        for parameter in self._parameters:
+            names.setdefault(id(parameter.group), []).extend(parameter.names)
+        groups = _merge_groups(
+            [
+                {
+                    **_get_options(group),
+                    "params": names.get(id(group), []),
+                    _PLACES: [list(place)],
+                }
+            ]
+            for place, group in self._groups.items()
+        )
+        return {_STATE: state, GROUPS: OneLeaf(groups, merge=_merge_groups)}
 
     def _describe(self, name: str, field: Any, value: Any) -> Any:
         if not isinstance(field, str) or "." in field:
@@ -74,28 +110,22 @@ class OptimizerState:
                 f"the optimizer's state of {name!r} has the field {field!r}. Only names without a "
                 "dot can be saved"
             )
-        if isinstance(value, torch.Tensor):
+        if _is_plain_tensor(value):
             return bare_shard(value.detach(), f"{self._key}.{_STATE}.{name}.{field}")
-        return OneLeaf(value)
-
-    def all_groups(self, team: Team) -> Groups:
-        """Return, on every rank, the groups of all ranks. Two all-reduces if they are equal."""
-        local = team.agree(
-            lambda: _merge_groups(
-                [{**_get_options(parameter.group), "params": list(parameter.names)}]
-                for parameter in self._parameters
+        if has_dtensor(value) or is_dtensor(value):
+            raise CheckpointingException(
+                f"the optimizer's state of {name!r} has a DTensor in its field {field!r} that is "
+                f"inside of a {type(value).__name__} or not plain memory, so its shards have no "
+                "place in the checkpoint. Make each DTensor of plain tensors a field of its own"
             )
-        )
-        # Shifted to 63 bits, so that the digest fits into an int64 and has a negative. The maximum
-        # of the negatives is minus the smallest digest: if both agree, all ranks have one digest.
-        digest = int.from_bytes(digest_of(local), "big") >> 1
-        highest, minus_lowest = team.max([digest, -digest])
-        if highest == -minus_lowest:
-            return local
-        packed = team.gather_bytes(pickle.dumps(local))
-        [shared] = team.share(lambda: [pickle.dumps(_merge_groups(map(pickle.loads, packed)))])
-        found: Groups = pickle.loads(shared)
-        return found
+        if isinstance(value, torch.Tensor):
+            return OneLeaf({_SUBCLASS: value})
+        return OneLeaf(value, Role.MUST_AGREE)
+
+    def entries(self) -> OneLeaf:
+        """Return each optimizer's entries that belong to no parameter. Left out if none has any."""
+        found = [find_entries(optimizer, self._model.names) for optimizer in self._given]
+        return OneLeaf(found, Role.PER_RANK if any(found) else Role.LEFT_OUT)
 
     def targets(
         self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool
@@ -106,7 +136,7 @@ class OptimizerState:
         stored = self._find_stored_fields(keys)
         state: dict[str, dict[str, Any]] = {}
         for parameter in self._parameters:
-            if not _find_known_names(parameter, options):
+            if not parameter.is_held or not _find_known_names(parameter, options):
                 continue
             made: dict[str, torch.Tensor] = {}  # by field, shared by the names of a tied parameter
             for name in [name for name in parameter.names if name in stored]:
@@ -144,13 +174,31 @@ class OptimizerState:
             if not isinstance(present, torch.Tensor):
                 return OneLeaf(present)
             target = present
-        elif isinstance(present, torch.Tensor) and tuple(present.shape) == stored.shape:
+        elif (
+            isinstance(present, torch.Tensor)
+            and _is_plain_tensor(present)
+            and tuple(present.shape) == stored.shape
+        ):
             target = present
         else:
             if field not in made:
                 made[field] = _make_tensor(field, parameter, stored)
             target = made[field]
         return bare_shard(target, f"{self._key}.{_STATE}.{name}.{field}")
+
+    def check_entries(self, stored: Sequence[Mapping[str, Any]] | None) -> None:
+        """Raise if the entries of a checkpoint that belong to no parameter do not fit."""
+        if stored is None and any(find_entries(one, self._model.names) for one in self._given):
+            raise CheckpointingException(
+                "state_dict() of the optimizer has entries that belong to no parameter, and the "
+                "checkpoint has none. Pass strict=False to keep their present values"
+            )
+        if stored is not None and len(stored) != len(self._given):
+            raise CheckpointingException(
+                f"the checkpoint has entries of {len(stored)} optimizers that belong to no "
+                f"parameter, and {len(self._given)} are given. Give as many as were saved, or pass "
+                "strict=False to keep their present values"
+            )
 
     def _check_options(self, options: Mapping[str, dict[str, Any]], *, strict: bool) -> None:
         unknown = [
@@ -180,9 +228,22 @@ class OptimizerState:
             )
             raise CheckpointingException(titled_list(title, mixed, "pair"))
 
-    def take_back(self, loaded: Mapping[str, Any]) -> None:
-        """Give the optimizers the loaded state and options. No communication."""
+    def take_back(self, loaded: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizers the loaded state, options and entries. No communication."""
+        self._take_back_states(loaded)
+        for optimizer, stored in zip(self._given, entries, strict=False):
+            if stored:
+                restore_entries(optimizer, stored)
+        if any(entries):  # load_state_dict() makes new groups, and casts states
+            self._list_all()
+            self._take_back_states(loaded)
+
+    def _take_back_states(self, loaded: Mapping[str, Any]) -> None:
         options = _map_options(loaded[GROUPS])
+        places = _map_places(loaded[GROUPS])
+        for place, group in self._groups.items():
+            if not group["params"] and place in places:
+                _set_options(group, places[place])
         for parameter in self._parameters:
             known = _find_known_names(parameter, options)
             if not known:
@@ -190,20 +251,19 @@ class OptimizerState:
             _set_options(parameter.group, options[known[0]])
             names = [name for name in parameter.names if name in loaded[_STATE]]
             if names:
-                parameter.optimizer.state[parameter.value] = dict(loaded[_STATE][names[0]])
-            else:
+                parameter.optimizer.state[parameter.value] = {
+                    field: _unwrap(value, parameter)
+                    for field, value in loaded[_STATE][names[0]].items()
+                }
+            elif parameter.is_held:
                 parameter.optimizer.state.pop(parameter.value, None)
 
 
 def _list_parameters(optimizers: Iterable[Optimizer], model: ModelState) -> Iterator[_Parameter]:
     seen: set[torch.Tensor] = set()
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise CheckpointingException(
-                "an optimizer must be a torch.optim.Optimizer or a list of them, got "
-                f"{type(optimizer).__name__}"
-            )
-        for group in optimizer.param_groups:
+    for holder in (holder for optimizer in optimizers for holder in list_holders(optimizer)):
+        held = {id(value) for group in holder.optimizer.param_groups for value in group["params"]}
+        for group in holder.groups:
             for value in group["params"]:
                 if value in model.left_out:
                     raise CheckpointingException(
@@ -225,7 +285,7 @@ def _list_parameters(optimizers: Iterable[Optimizer], model: ModelState) -> Iter
                         "one name. Save one of the optimizers separately"
                     )
                 seen.add(value)
-                yield _Parameter(value, names, optimizer, group)
+                yield _Parameter(value, names, holder.optimizer, group, id(value) in held)
 
 
 def _get_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +304,30 @@ def _map_options(groups: Groups) -> dict[str, dict[str, Any]]:
     return {name: _get_options(group) for group in groups for name in group["params"]}
 
 
+def _map_places(groups: Groups) -> dict[tuple[int, int], dict[str, Any]]:
+    """Map places to options, first of groups with parameters. Older checkpoints have no places."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for group in sorted(groups, key=lambda one: not one["params"]):
+        for number, place in group.get(_PLACES, ()):
+            found.setdefault((number, place), _get_options(group))
+    return found
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor in plain memory, also a DTensor of such tensors."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    local = to_local_if_dtensor(value)
+    return type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _unwrap(value: Any, parameter: _Parameter) -> Any:
+    """Return a loaded state. A tensor subclass is moved to the device of its parameter."""
+    if isinstance(value, dict) and value.keys() == {_SUBCLASS}:
+        return value[_SUBCLASS].to(parameter.value.device)
+    return value
+
+
 def _find_known_names(parameter: _Parameter, options: Mapping[str, Any]) -> list[str]:
     return [name for name in parameter.names if name in options]
 
@@ -256,7 +340,7 @@ def _merge_groups(ranks: Iterable[Groups]) -> Groups:
         for group in groups:
             options = _get_options(group)
             digest = digest_of(options)
-            joined = merged.setdefault(digest, {"params": [], **options})
+            joined = merged.setdefault(digest, {"params": [], _PLACES: [], **options})
             for name in group["params"]:
                 if group_of.setdefault(name, digest) != digest:
                     raise CheckpointingException(
@@ -264,6 +348,7 @@ def _merge_groups(ranks: Iterable[Groups]) -> Groups:
                         "its replicas the same options"
                     )
                 joined["params"].append(name)
+            joined[_PLACES] += [one for one in group[_PLACES] if one not in joined[_PLACES]]
     for group in merged.values():
         group["params"] = list(dict.fromkeys(group["params"]))
     return list(merged.values())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.load import Unexpected, load_opened, open_checkpoint
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.run_state.extra_values import (
+    OPTIMIZER_ENTRIES,
     RANDOM_STATE,
     StoredValues,
     check_names,
@@ -23,12 +25,7 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
 )
 from mcore.parallel.checkpoint.run_state.model_state import ModelState, model_state
 from mcore.parallel.checkpoint.run_state.optimizer_state import GROUPS, OptimizerState
-from mcore.parallel.checkpoint.save_load import (
-    Unexpected,
-    load_opened,
-    open_checkpoint,
-    save_sharded_state_dict,
-)
+from mcore.parallel.checkpoint.save import save_tree
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -57,6 +54,7 @@ def save_training_state(
     async_: bool = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
     **more: Any,
 ) -> SaveHandle | None:
     """Write the whole state of a run as one checkpoint, which any layout can load.
@@ -78,13 +76,17 @@ def save_training_state(
         model: A module, plain or under DistributedDataParallel, ``fully_shard``, tensor parallelism
             of DTensors, or torch.compile. Or the list of a pipeline rank's chunks, with the names
             of the whole model.
-        optimizer: A torch optimizer over the model's parameters, or several as a list.
+        optimizer: A torch optimizer over the model's parameters, or several as a list. Also
+            ZeroRedundancyOptimizer, torchtitan's OptimizersContainer, and optimizers with hooks or
+            an overridden ``state_dict``. An optimizer with state that could not be loaded is
+            refused.
         step: The number of steps made. :func:`load_training_state` returns it.
         process_group: The ranks that save. None is the world.
         async_: Copy the present state, return, and write in a thread.
         check_replicas: Compare all replicas on several ranks. Replicas of bare parameters and
             optimizer states are always compared.
         weights_only: Refuse values that a load would refuse.
+        progress_bar: As in :func:`save_sharded_state_dict`.
         **more: Extra values. For an object with ``state_dict`` and ``load_state_dict``, such as a
             scheduler, a scaler or a data loader, its state is saved. For another module, its
             tensors are saved. Any other value is saved itself. A value that differs between ranks
@@ -96,8 +98,9 @@ def save_training_state(
     Raises:
         CheckpointingException: On every rank, and ``path`` is not changed: as for
             :func:`save_sharded_state_dict`, or two chunks have one name, a tensor of the optimizer
-            is no parameter of the model or hooks leave it out of the state dict, replicas differ,
-            or the model is under FullyShardedDataParallel, whose parameters have no names.
+            is no parameter of the model or hooks leave it out of the state dict, replicas or plain
+            values in the state of the optimizer differ, or the model is under
+            FullyShardedDataParallel, whose parameters have no names.
 
     Example:
         >>> import tempfile, torch
@@ -109,22 +112,25 @@ def save_training_state(
         {'epoch': 1, 'step': 3}
     """
     team = team_of(process_group)
-    modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
-    groups = optimizers.all_groups(team)
-    values = states_to_save(more, team)
 
-    def build() -> dict[str, Any]:
+    def build() -> tuple[dict[str, Any], dict[str, str]]:
+        modules, optimizers = _collect_states(model, optimizer)
+        values = {**states_to_save(more), OPTIMIZER_ENTRIES: optimizers.entries()}
         streams = ShardedObject(RANDOM_STATE, rank_random_state(), (team.size,), (team.rank,))
         found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
-        return found if optimizer is None else {**found, "optimizer": optimizers.tree(groups)}
+        if optimizer is not None:
+            found["optimizer"] = optimizers.tree()
+        leaves = sorted(name for name, value in values.items() if isinstance(value, OneLeaf))
+        return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
-    return save_sharded_state_dict(
-        team.agree(build),
+    return save_tree(
+        build,
         path,
-        process_group=process_group,
+        team,
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
+        progress_bar=progress_bar,
     )
 
 
@@ -143,6 +149,7 @@ def load_training_state(
     process_group: GroupLike | None = None,
     weights_only: bool = True,
     verify: Verify = "while_reading",
+    progress_bar: bool = False,
     random_state: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
@@ -167,6 +174,7 @@ def load_training_state(
         process_group: The ranks that load. None is the world.
         weights_only: Refuse to run code from a checkpoint.
         verify: As in :func:`load_sharded_state_dict`.
+        progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
         **more: Objects, also modules, that get the state saved under these names, and dicts with
             DTensors, which are filled in place.
@@ -198,17 +206,28 @@ def load_training_state(
         return {name: model_state(one) for name, one in more.items() if isinstance(one, nn.Module)}
 
     others = team.agree(collect_modules)
-    directory, index = open_checkpoint(path, team)
+    checkpoint = open_checkpoint(path, team)
+    index = team.agree(lambda: checkpoint.index)
     stored = find_stored_values(index.keys, team)
     first = {"step": OneLeaf(), **stored.targets}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
-    options: dict[str, Any] = {"strict": strict, "weights_only": weights_only, "verify": verify}
-    values = load_opened(directory, index, lambda: first, team, unexpected="ignore", **options)
+    options: dict[str, Any] = {
+        "strict": strict,
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress_bar": progress_bar,
+    }
+    values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
-        tree = _build_extra_tree(more, others, stored, team, strict=strict)
+        asked = {*more, OPTIMIZER_ENTRIES} if optimizer is not None else {*more}
+        if strict:
+            _check_rank_counts(asked & stored.of_other_ranks.keys(), stored, team)
+        tree = _build_extra_tree(more, others, stored)
         if optimizer is not None:
+            if strict:
+                optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
             groups = values["optimizer"][GROUPS] or []
             tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
         return {**tree, "model": modules.tree("model")}
@@ -216,12 +235,12 @@ def load_training_state(
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
     loaded = load_opened(
-        directory, index, build, team, unexpected=unexpected, accounted=accounted, **options
+        checkpoint, build, team, unexpected=unexpected, accounted=accounted, **options
     )
     if streams_of_others and random_state and team.is_first:
         logger.warning(
             "%s has the random streams of %d ranks, not of %d: they are not restored",
-            directory,
+            checkpoint.directory,
             len(streams_of_others),
             team.size,
         )
@@ -229,32 +248,32 @@ def load_training_state(
     def take_back() -> dict[str, Any]:
         modules.take_back(loaded["model"])
         if optimizer is not None:
-            optimizers.take_back({**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]})
+            states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
+            optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
         return _restore_extra(more, others, values, loaded)
 
     found = team.agree(take_back)
     streams = values.get(RANDOM_STATE)
     if random_state and streams is not None:
         team.agree(lambda: set_rank_random_state(streams))
+    checkpoint.log_figures(team)
     return found
 
 
-def _build_extra_tree(
-    more: Mapping[str, Any],
-    others: Mapping[str, ModelState],
-    stored: StoredValues,
-    team: Team,
-    *,
-    strict: bool,
-) -> dict[str, Any]:
-    """Return the extra values to fill: values with tensors by name, and values not in the index."""
+def _check_rank_counts(names: Collection[str], stored: StoredValues, team: Team) -> None:
     problems = [
         f"{name!r} was saved for each of {len(stored.of_other_ranks[name])} ranks, and {team.size} "
         "load. Leave it out, or pass strict=False to keep its present state"
-        for name in sorted(more.keys() & stored.of_other_ranks.keys())
+        for name in sorted(names)
     ]
-    if problems and strict:
+    if problems:
         raise CheckpointingException(titled_list("some values cannot be restored", problems))
+
+
+def _build_extra_tree(
+    more: Mapping[str, Any], others: Mapping[str, ModelState], stored: StoredValues
+) -> dict[str, Any]:
+    """Return the extra values to fill: values with tensors by name, and values not in the index."""
     tree: dict[str, Any] = {}
     for name in more.keys() - stored.of_other_ranks.keys():
         state = others[name].tree(name) if name in others else state_of(name, more[name])
@@ -270,7 +289,7 @@ def _restore_extra(
     loaded: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Give objects their state, and return all extra values."""
-    known = {"model", "optimizer", RANDOM_STATE}
+    known = {"model", "optimizer", RANDOM_STATE, OPTIMIZER_ENTRIES}
     found = {name: value for name, value in {**values, **loaded}.items() if name not in known}
     for name in found.keys() & more.keys():
         if name in others:

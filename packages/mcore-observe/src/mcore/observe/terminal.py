@@ -1,4 +1,4 @@
-"""Values as bars in one line of text."""
+"""Texts for a terminal: without control characters, and values as bars in one line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from collections.abc import Sequence
 BARS = "".join(map(chr, range(0x2581, 0x2589)))
 ASCII_BARS = "_.-~=+*#"  # for terminals without Unicode
 _WIDTH = 32
+
+
+def plain(text: str, most: int | None = None) -> str:
+    """Return a text in one line that cannot control a terminal, cut after ``most`` characters.
+
+    Characters that are not printable become spaces: line ends, escape sequences, marks that
+    reverse the direction of text.
+    """
+    shown = text if most is None else text[: most + 1]
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else " " for char in shown)
+    return shown if most is None or len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def sparkline(

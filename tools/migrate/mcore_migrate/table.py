@@ -109,5 +109,5 @@ class Table:
 def read_table() -> Table:
     """The table of the page. In an installation the page is in this folder."""
     beside = _HERE / _PAGE
-    page = beside if beside.exists() else _HERE.parent / "docs" / _PAGE
+    page = beside if beside.exists() else _HERE.parents[1] / "docs" / _PAGE
     return Table(page.read_text(encoding="utf-8"))

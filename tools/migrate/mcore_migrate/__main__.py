@@ -1,4 +1,4 @@
-"""Command line: ``python -m migrate PATH ...``. Rewrites Megatron's imports to mcore's."""
+"""Command line: ``python -m mcore_migrate PATH ...``. Rewrites Megatron's imports to mcore's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,129 @@
+"""A neighbour on the machine or network of a run, who has no access to the user's files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pretrain.cli import launch
+from pretrain.cli.handshake import PRIVATE_FOLDER
+from pretrain_runs import ENDLESS, TINY, environment, ranks_below, records_of, started, wait_until
+from rank_testing.scripts import Script
+
+# Puts a pickle in the rendezvous, if there is a store at the port.
+ATTACK = """
+import base64, pickle, subprocess, sys
+from torch.distributed import TCPStore
+port, run_id, file = sys.argv[1:]
+class Payload:
+    def __reduce__(self):
+        return subprocess.call, (["touch", file],)
+store = TCPStore("127.0.0.1", int(port), is_master=False)
+store.set(f"torch.rendezvous.{run_id}", base64.b64encode(pickle.dumps(Payload())))
+print("accepted", flush=True)
+"""
+# A server of another kind never answers the attack. Longer than a launcher needs to read a key.
+PATIENCE_S = 20
+WORDS = (*TINY, *ENDLESS, "--no-mlflow", "--run-dir", "run", "--log-interval", "1")
+
+
+@contextlib.contextmanager
+def training(folder: Path) -> Iterator[Script]:
+    """A run after its first steps."""
+    with started(folder, *WORDS) as job:
+        metrics = folder / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and len(records_of(folder / "run")) > 2)
+        yield job
+
+
+def variable_of(job: Script, name: str) -> str:
+    """A variable with which the launcher has started a rank."""
+    pid = next(iter(ranks_below(job.pid).values()))
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(one.partition("=")[::2] for one in variables)[name]
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Every address at which a process listens, as the kernel writes it, and the port."""
+    listed = {}
+    for kind in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].partition(":")
+            if words[3] == "0A":
+                listed[words[9]] = (address, int(port, 16))
+    links = []
+    for name in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(name))
+    inodes = [found[1] for link in links if (found := re.match(r"socket:\[(\d+)\]", link))]
+    return {listed[inode] for inode in inodes if inode in listed}
+
+
+def test_a_run_opens_nothing_on_the_network_and_a_neighbour_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "owned"
+    with training(tmp_path) as job:
+        pids = [job.pid, *ranks_below(job.pid).values()]
+        assert len(pids) == 3
+        found = {pid: listening(pid) for pid in pids}
+        assert not found[job.pid]
+        opened = set().union(*found.values())
+        # 127.0.0.1 alone: gloo's connections and the controller of the straggler detector.
+        assert {address for address, _ in opened} == {"0100007F"}
+        run_id = variable_of(job, "TORCHELASTIC_RUN_ID")
+        attacks = [Script(ATTACK, str(port), run_id, str(marker)) for _, port in opened]
+        time.sleep(PATIENCE_S)
+        assert not any("accepted" in one.printed for one in attacks)
+        for one in attacks:
+            one.send(signal.SIGKILL)
+        private = Path(variable_of(job, PRIVATE_FOLDER))
+        assert private.stat().st_mode & 0o777 == 0o700
+        before = len(records_of(tmp_path / "run"))
+        wait_until(lambda: len(records_of(tmp_path / "run")) > before + 2)
+        job.send(signal.SIGTERM)
+        assert job.wait(300).returncode == 128 + signal.SIGTERM
+    assert not marker.exists()
+    assert not private.exists()
+
+
+def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    with training(tmp_path) as job:
+        private = Path(variable_of(job, PRIVATE_FOLDER))
+        assert (private / "ranks").exists()
+        job.send(signal.SIGKILL)
+        wait_until(lambda: not private.exists())
+
+
+def test_the_environment_for_ranks_ends_with_the_launch() -> None:
+    before = dict(os.environ)
+    with launch._stay_on_this_machine() as private:
+        assert os.environ[PRIVATE_FOLDER] == str(private)
+    assert dict(os.environ) == before
+    assert not private.exists()
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "0100007F"), ("0.0.0.0", "00000000")])
+def test_the_store_outside_the_agents_listens_on_the_address_that_it_is_given(
+    host: str, address: str, tmp_path: Path
+) -> None:
+    store = Script(
+        "from pretrain.cli.store import main; import sys; main(sys.argv[1:])",
+        host, "0", cwd=tmp_path, env=environment(),
+    )  # fmt: skip
+    try:
+        wait_until(lambda: any(True for _ in listening(store.pid)))
+        [(found, port)] = listening(store.pid)
+        assert found == address
+        client = TCPStore("127.0.0.1", port, is_master=False)
+        client.set("name", "value")
+        assert client.get("name") == b"value"
+    finally:
+        store.send(signal.SIGKILL)
