@@ -22,7 +22,7 @@ from pretrain.run_folder import RunFolder
 from pretrain.usage import UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
-from pretrain.watch.mlflow_target import choose_target, withhold_credentials
+from pretrain.watch.mlflow_target import choose_target, report_trust
 
 
 def run_rank(request: Request) -> NoReturn:
@@ -82,8 +82,7 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
     if not (request.settings.mlflow and is_writer()):
         return None
     target = choose_target(folder, request.mlflow_uri, trusted=request.trust_run)
-    if target.is_foreign:
-        withhold_credentials(target)
+    report_trust(target)
     first_step = latest_step(folder) if request.resume is not None else 0
     warn_like_the_job()
     job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))
