@@ -37,6 +37,10 @@ def run_rank(request: Request) -> NoReturn:
 def _train_and_report(request: Request) -> int:
     settings = request.settings
     ending = Ending(settings.grace_s)
+    if request.device:
+        import standin
+
+        standin.switch_on()
     device = _choose_device()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from standin import recording
 from standin.clocks import HOST, POISON, Key, RaceError, byte_range, clocks, current_stream
 from standin.generators import default_generators, find_state
+from standin.graphs import find_capture
 from standin.guard import current_index
 from standin.memory import NAME, is_device, to_device, to_host
 from standin.pinned import is_pinned
@@ -99,18 +100,32 @@ class _Call:
     def run(self) -> Any:
         key = current_stream(self.index).key
         read, written = self._split()
+        capture = find_capture()
+        if capture is not None:
+            capture.keep_before(written)
         number = clocks.launch(key)
         with clocks.shown_to(key, read, written):
             result = self._compute()
         for host, original in self._grown:
             _adopt(original, host, self.index)
         out = tree_map(self._wrap, result)
+        if capture is not None:
+            again = functools.partial(self._run_again, tree_leaves(out))
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            capture.add(again, [t for t in made if all(t is not old for old in written)])
         for tensor in (*written, *(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))):
             if is_device(tensor):
                 clocks.wrote(tensor, key, number)
         if _waits(self.facts, dict(self._named())):
             clocks.wait(HOST, clocks.read_view(key))
         return out
+
+    def _run_again(self, made: list[Any]) -> None:
+        """Compute once more, into the memory of the first results."""
+        call = _Call(self.op, self.facts, self.args, self.kwargs, self.index, self.returns_device)
+        for original, host in zip(made, tree_leaves(call._compute()), strict=True):
+            if isinstance(original, torch.Tensor) and id(host) not in call._originals:
+                to_host(original).copy_(host)
 
     def _named(self) -> list[tuple[str, Any]]:
         return [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
@@ -134,17 +149,22 @@ class _Call:
         if kwargs.get("pin_memory"):
             raise RuntimeError(f"Only dense CPU tensors can be pinned, got device {NAME}")
         default = default_generators[self.index].state
+        capture = find_capture()
         if self.facts.generator is not None:
             position = self.facts.arguments.index(self.facts.generator)
             given = args[position] if position < len(args) else kwargs.get(self.facts.generator)
             state = default if given is None else find_state(given)
             if state is None:
                 raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+            if capture is not None:
+                capture.draw_from(state)
             if position < len(args):
                 args[position] = state
             else:
                 kwargs[self.facts.generator] = state
         elif self.facts.is_random:
+            if capture is not None:
+                capture.draw_from(default)
             with _drawing_from(default):
                 return self.op(*args, **kwargs)
         return self.op(*args, **kwargs)
@@ -182,6 +202,12 @@ class _Call:
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     """Copy between memories or on the device, with the waits of CUDA."""
+    capture = find_capture()
+    if capture is not None:
+        if not (is_device(source) or is_pinned(source)):
+            recording.refuse_in_capture("a copy from pageable memory")
+        capture.keep_before([target])
+        capture.add(lambda: _alias(target).copy_(_alias(source)), [])
     place = source.device if is_device(source) else target.device
     key = current_stream(place).key
     if is_device(target) and is_device(source):
@@ -200,6 +226,10 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torc
     return target
 
 
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return to_host(tensor) if is_device(tensor) else tensor
+
+
 def _copy_from_host(
     target: torch.Tensor, source: torch.Tensor, key: Key, non_blocking: bool
 ) -> None:
@@ -210,7 +240,7 @@ def _copy_from_host(
     clocks.wrote(target, key, number)
     if not non_blocking:
         clocks.wait(HOST, clocks.read_view(key))
-    elif is_pinned(source):
+    elif is_pinned(source) and find_capture() is None:
         _watch_source(source, key, number)
 
 

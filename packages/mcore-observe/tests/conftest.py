@@ -31,7 +31,7 @@ from mcore.observe import (
     training_log,
 )
 from mcore.observe.straggler.exchange import GatheredRows, row_length
-from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
 from rank_testing.scripts import Script
@@ -305,7 +305,6 @@ class SimulatedJob:
             hosts=self.hosts,
             devices=tuple(f"cuda:{rank % 8}" for rank in range(self.world)),
             names=self.names,
-            rule=OutlierRule(),
             past=self.past,
         )
 
@@ -325,6 +324,7 @@ def _compared(report: Any, unix_time: float | None = None) -> SimpleNamespace:
         places=[("h", "cpu")] * world,
         section_names=(),
         stragglers=(),
+        is_measuring=False,
     )
 
 

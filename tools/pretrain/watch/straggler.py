@@ -229,6 +229,7 @@ class StragglerWatch:
         self.detector.configure(
             dist.get_world_size(), rank, port=settings.straggler_port, enabled=True, device=device,
             sections=SECTIONS,
+            peers=f"stage {rank // (settings.world_size // settings.pp)}",
         )  # fmt: skip
         if self.detector.controller_error is not None:
             print(

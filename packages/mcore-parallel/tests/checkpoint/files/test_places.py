@@ -254,6 +254,14 @@ def test_a_manager_of_a_run_behind_a_url(root: str) -> None:
     assert names(folder.folders()) == ["step_2", "step_3", "step_3.damaged"]
     assert CheckpointManager(root).load_latest(model, optimizer, verify="before") == {"step": 3}
 
+    manager = CheckpointManager(root)
+    assert manager.rollback(2, "spike") == folder / "spike"
+    assert names((folder / "spike").folders()) == ["step_3"]
+    assert names(folder.folders()) == ["spike", "step_2", "step_3.damaged"]
+    assert manager.load_latest(model, optimizer) == {"step": 2}
+    branch = CheckpointManager(folder / "spike")
+    assert branch.load(model, optimizer, step=3, verify="before") == {"step": 3}
+
 
 @pytest.mark.slow
 def test_a_storage_that_is_away_is_not_a_damaged_checkpoint(server: Server) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.async_save import SaveHandle, SaveStats
+from mcore.parallel.checkpoint.async_save import SaveHandle
 from mcore.parallel.checkpoint.builders import (
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
@@ -13,6 +13,7 @@ from mcore.parallel.checkpoint.builders import (
     sharded_state_dict_default,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
+from mcore.parallel.checkpoint.figures import SaveStats
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,

@@ -6,6 +6,7 @@ objects (all-reduce). If everything fits on all ranks, each fills its tensors (a
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from mcore.parallel.checkpoint.errors import (
     name_checkpoint,
     raise_as_damage,
 )
+from mcore.parallel.checkpoint.figures import Clock, show_progress
 from mcore.parallel.checkpoint.files.index import (
     file_problems,
     format_keys,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
 
 
+logger = logging.getLogger(__name__)
+
 Unexpected = Literal["raise", "warn", "ignore"]
 _MEGATRON_FILE = "metadata.json"  # next to torch's index in checkpoints of Megatron-LM
 
@@ -50,6 +54,7 @@ def load_sharded_state_dict(
     process_group: GroupLike | None = None,
     weights_only: bool = True,
     verify: Verify = "while_reading",
+    progress_bar: bool = False,
 ) -> dict[str, Any]:
     """Read a checkpoint into the tensors of ``sd``. It may have been saved in another layout.
 
@@ -75,6 +80,8 @@ def load_sharded_state_dict(
             ``"before"`` reads the data of this rank once more and fills no target if a piece is
             damaged. False compares no checksums. Index and manifest are always checked.
             Checkpoints of torch.distributed.checkpoint have only the CRC-32 in their archives.
+        progress_bar: If the load takes over 5 s, show a bar of the bytes of the first rank on its
+            terminal. Needs tqdm.
 
     Returns:
         A dict of the structure of ``sd``, with tensors and values instead of their descriptions. A
@@ -98,24 +105,29 @@ def load_sharded_state_dict(
     _require_one_of("verify", verify, ("while_reading", "before", False))
     _require_one_of("unexpected", unexpected, ("raise", "warn", "ignore"))
     team = team_of(process_group)
-    return load_opened(
-        open_checkpoint(path, team),
+    checkpoint = open_checkpoint(path, team)
+    loaded = load_opened(
+        checkpoint,
         lambda: sd,
         team,
         strict=strict,
         unexpected=unexpected,
         weights_only=weights_only,
         verify=verify,
+        progress_bar=progress_bar,
     )
+    checkpoint.log_figures(team)
+    return loaded
 
 
 class OpenCheckpoint:
     """A checkpoint whose index the first rank has read and checked."""
 
     def __init__(
-        self, directory: Place, num_keys: int, content: bytes, index: Index | None
+        self, directory: Place, num_keys: int, content: bytes, index: Index | None, clock: Clock
     ) -> None:
         self.directory, self.num_keys = directory, num_keys
+        self.clock, self.num_bytes, self.num_files = clock, 0, 0
         self._content, self._index = content, index
 
     @property
@@ -125,9 +137,16 @@ class OpenCheckpoint:
             self._index, self._content = parse_index(self.directory, self._content), b""
         return self._index
 
+    def log_figures(self, team: Team) -> None:
+        """Log size and times of the finished load on the first rank."""
+        if team.is_first:
+            figures = self.clock.stop(self.num_bytes, self.num_files)
+            logger.info("loaded %s: %s", self.directory, figures)
+
 
 def open_checkpoint(path: PathLike, team: Team) -> OpenCheckpoint:
     """Read the index of a checkpoint on the first rank, check its files, and send it to all."""
+    clock = Clock()
     directory: Place = Path()
     index: Index | None = None
 
@@ -148,7 +167,9 @@ def open_checkpoint(path: PathLike, team: Team) -> OpenCheckpoint:
 
     with name_checkpoint("load", path):
         content, num_keys = team.share(read, 2)
-    return OpenCheckpoint(directory, int(num_keys), content if index is None else b"", index)
+    clock.end_phase("index")
+    rest = content if index is None else b""
+    return OpenCheckpoint(directory, int(num_keys), rest, index, clock)
 
 
 def load_opened(
@@ -160,6 +181,7 @@ def load_opened(
     unexpected: Unexpected,
     weights_only: bool,
     verify: Verify,
+    progress_bar: bool,
     accounted: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load into the state dict that ``build`` makes. ``accounted`` keys are not unexpected."""
@@ -191,7 +213,14 @@ def load_opened(
         extra = [key for key, flag in zip(keys, expected, strict=True) if not flag]
         if extra:  # ``extra`` is equal on all ranks, ``unexpected`` may not be
             team.agree(lambda: _handle_unexpected(extra, unexpected, team))
-        _fill(reader, plan, planner, team)
+        checkpoint.clock.end_phase("plan")
+        with show_progress(
+            progress_bar and team.is_first, f"loading {directory.name}", reader.num_bytes
+        ) as report:
+            _fill(reader, plan, planner, team, report)
+        checkpoint.clock.end_phase("read")
+        checkpoint.num_bytes += reader.num_bytes
+        checkpoint.num_files += reader.num_files
     return planner.loaded_state_dict()
 
 
@@ -252,10 +281,16 @@ def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team)
         warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=8)
 
 
-def _fill(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner, team: Team) -> None:
+def _fill(
+    reader: CheckedReader,
+    plan: LoadPlan,
+    planner: ShardedLoadPlanner,
+    team: Team,
+    report: Callable[[int], object],
+) -> None:
     def fill() -> None:
         with raise_as_damage():
-            reader.read_tensors(planner.finish_plan(plan), planner)
+            reader.read_tensors(planner.finish_plan(plan), planner, report)
 
     try:
         team.agree(fill)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from mcore.parallel.checkpoint.async_save import Clock, SaveHandle, SaveStats, start_async_save
+from mcore.parallel.checkpoint.async_save import SaveHandle, start_async_save
 from mcore.parallel.checkpoint.errors import CheckpointingException, name_checkpoint
+from mcore.parallel.checkpoint.figures import Clock, SaveStats, show_progress
 from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, Piece, locate_pieces
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
 from mcore.parallel.checkpoint.files.save_place import (
@@ -36,6 +37,7 @@ from mcore.parallel.checkpoint.planning.staging import (
     Candidate,
     CommonValue,
     Leaf,
+    count_bytes,
     list_candidates,
     reject_unsavable,
     stage_leaf,
@@ -69,6 +71,7 @@ def save_sharded_state_dict(
     async_: Literal[False] = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
 ) -> None: ...
 @overload
 def save_sharded_state_dict(
@@ -79,6 +82,7 @@ def save_sharded_state_dict(
     async_: Literal[True],
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
 ) -> SaveHandle: ...
 @overload
 def save_sharded_state_dict(
@@ -89,6 +93,7 @@ def save_sharded_state_dict(
     async_: bool,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
 ) -> SaveHandle | None: ...
 def save_sharded_state_dict(
     sd: Mapping[str, Any],
@@ -98,6 +103,7 @@ def save_sharded_state_dict(
     async_: bool = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
 ) -> SaveHandle | None:
     """Write the state dicts of all ranks as one checkpoint, which becomes visible in one step.
 
@@ -128,6 +134,8 @@ def save_sharded_state_dict(
             rank reads its whole state once.
         weights_only: Refuse objects and values that a load would refuse, since unpickling them
             runs code: NumPy values, paths, dates, enums, dataclasses, ...
+        progress_bar: If the save takes over 5 s, show a bar of the bytes of the first rank on its
+            terminal. Needs tqdm.
 
     Returns:
         None, or the handle of an asynchronous save. Its ``result()`` waits for the rename.
@@ -159,6 +167,7 @@ def save_sharded_state_dict(
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
+        progress_bar=progress_bar,
     )
 
 
@@ -170,6 +179,7 @@ def save_tree(
     async_: bool,
     check_replicas: bool,
     weights_only: bool,
+    progress_bar: bool,
 ) -> SaveHandle | None:
     """Save the state dict that ``build`` makes. Its second result must be equal on all ranks."""
     clock = Clock()
@@ -238,7 +248,9 @@ def save_tree(
             plan.require_whole()
         chosen, digests = taken or take()
         save.begin()
-        packed = RankFile(save, team.rank).write(chosen, weights_only=weights_only)
+        is_shown, num_bytes = progress_bar and team.is_first, count_bytes(chosen)
+        with show_progress(is_shown, f"saving {final.name}", num_bytes) as report:
+            packed = RankFile(save, team.rank, report).write(chosen, weights_only=weights_only)
         return _RESULT.pack(True, len(packed)) + packed + digests
 
     @name_checkpoint("save", final)

@@ -90,46 +90,39 @@ class Index(NamedTuple):
     whole_files: Mapping[str, str] = {}  # checksums of files without pieces
 
 
-class FileRecord(NamedTuple):
-    """A file of a checkpoint: its size in bytes, and its pieces in order, after their keys."""
-
-    size: int
-    pieces: Sequence[tuple[str, Piece]]
+Pieces = Sequence[tuple[str, Piece]]
+"""The pieces of a file in order, after their keys."""
 
 
 def encode_manifest(
-    keys: Mapping[str, tuple[str, Shape]],
-    files: Mapping[str, FileRecord],
+    keys: Mapping[str, StoredKey],
+    files: Mapping[str, Pieces],
     whole_files: Mapping[str, tuple[int, str]],
 ) -> bytes:
-    """Return the manifest of some files.
-
-    ``keys`` has dtype, empty for an object, and global shape. ``whole_files`` has size and
-    checksum.
-    """
+    """Return the manifest of files with pieces, and of others with their size and checksum."""
     lines = [json.dumps(line).encode() for line in _list_lines(keys, files, whole_files)]
     content = _HEADER + b",\n".join(lines) + b"\n"
     return content + _END + checksum_of(content).encode() + _AFTER
 
 
 def _list_lines(
-    keys: Mapping[str, tuple[str, Shape]],
-    files: Mapping[str, FileRecord],
+    keys: Mapping[str, StoredKey],
+    files: Mapping[str, Pieces],
     whole_files: Mapping[str, tuple[int, str]],
 ) -> Iterator[dict[str, Any]]:
-    sizes = {name: (record.size, "") for name, record in files.items()}
+    sizes = {name: (pieces[-1][1].at + pieces[-1][1].length, "") for name, pieces in files.items()}
     yield {"files": dict(sorted({**sizes, **whole_files}.items()))}
     names = sorted(keys)
     for rows in _split_rows(names):
         yield {
             "keys": rows,
-            "dtypes": [keys[name][0] for name in rows],
-            "axes": [len(keys[name][1]) for name in rows],
-            "shapes": [size for name in rows for size in keys[name][1]],
+            "dtypes": [str(keys[name].dtype or "").removeprefix("torch.") for name in rows],
+            "axes": [len(keys[name].shape) for name in rows],
+            "shapes": [size for name in rows for size in keys[name].shape],
         }
     numbers = {name: number for number, name in enumerate(names)}
-    for file, record in sorted(files.items()):
-        for named in _split_rows(record.pieces):
+    for file, every in sorted(files.items()):
+        for named in _split_rows(every):
             pieces = [piece for _, piece in named]
             yield {
                 "file": file,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
@@ -111,6 +111,7 @@ class CheckedReader:
             for piece in stored.pieces
         }
         self._scratch = Scratch()
+        self.num_bytes, self.num_files = 0, 0  # of the checked plan
         self._device_scratch: Scratch | None = None
 
     @property
@@ -121,6 +122,8 @@ class CheckedReader:
     def check_plan(self, plan: LoadPlan) -> None:
         """Check the sizes of a plan's files and, with ``verify="before"``, their content."""
         for name, wanted in self._group_by_file(plan.items):
+            self.num_bytes += sum(one.piece.length for one in wanted)
+            self.num_files += 1
             end = max(one.piece.at + one.piece.length for one in wanted)
             problem = size_problem(self._directory / name, end, at_least=True)
             if problem is not None:
@@ -151,13 +154,14 @@ class CheckedReader:
                         self._check(stream, one)
                         raise IntactContentError(str(error)) from error
 
-    def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the tensors of a plan into their targets."""
+    def read_tensors(self, plan: LoadPlan, planner: Any, report: Callable[[int], object]) -> None:
+        """Read the tensors of a plan into their targets. ``report`` gets the bytes of each."""
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for name, wanted in self._group_by_file(items):
             with open_regular(self._directory / name) as stream:
                 for one in wanted:
                     self._read_tensor(stream, one, planner)
+                    report(one.piece.length)
 
     def _group_by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
         """Yield the pieces that items need, each once, in the order of the files."""

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import (
     ALIGNMENT_BYTES,
     MANIFEST_FILE,
-    FileRecord,
     Piece,
     StoredKey,
     encode_manifest,
@@ -41,7 +38,10 @@ class RankFile:
     ``key`` is the key of the content that was requested or written last, None before the first.
     """
 
-    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
+    def __init__(
+        self, save: LocalSave | RemoteSave, rank: int, report: Callable[[int], object]
+    ) -> None:
+        self._report = report  # called with the numbers of written bytes
         self.path: Place = save.file_of(rank)
         self._open = partial(save.new_file, rank)
         self.key: str | None = None
@@ -95,6 +95,7 @@ class RankFile:
         at, elements = stream.tell(), -1
         if isinstance(content, torch.Tensor):
             elements = write_tensor(stream, content)
+            self._report(content.nbytes)
         else:
             stream.write(content)
         self._unfinished = (number, stream.tell() - at, elements)
@@ -116,36 +117,24 @@ def publish_checkpoint(
 
     One rank, after all have written. Returns the size of all files in bytes.
     """
-    folder = save.folder
     sizes = {name: pieces[-1][1].at + pieces[-1][1].length for name, pieces in files.items()}
-    for _, problem in size_problems(folder, sizes):
+    for _, problem in size_problems(save.folder, sizes):
         raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
-
-    def write_index(directory: Path) -> None:
-        results = (
-            WriteResult(
-                index_of(name, stored, piece),
-                piece.length,
-                file_part(piece.file, piece.at, piece.length),
-            )
-            for name, stored in keys.items()
-            for piece in stored.pieces
-        )
-        metadata = metadata_of(keys)
-        metadata.planner_data = paths
-        _IndexWriter(directory, save.final).finish(metadata, [cast("list[WriteResult]", results)])
-
-    path = folder / METADATA_FILE
+    metadata = metadata_of(keys)
+    metadata.planner_data = paths
+    metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
+    metadata.storage_data = {
+        index_of(name, stored, piece): file_part(piece.file, piece.at, piece.length)
+        for name, stored in keys.items()
+        for piece in stored.pieces
+    }
+    path = save.folder / METADATA_FILE
     try:
-        index = save.write_index(write_index)
+        index = pickle.dumps(metadata)
+        save.write_index(index)
         whole = {METADATA_FILE: (len(index), checksum_of(index))}
-        described = {
-            key: (str(stored.dtype).removeprefix("torch.") if stored.dtype else "", stored.shape)
-            for key, stored in keys.items()
-        }
-        records = {name: FileRecord(sizes[name], pieces) for name, pieces in files.items()}
-        manifest = encode_manifest(described, records, whole)
-        path = folder / MANIFEST_FILE
+        path = save.folder / MANIFEST_FILE
+        manifest = encode_manifest(keys, files, whole)
         save.write_manifest(manifest)
     except CheckpointingException:
         raise
@@ -179,17 +168,6 @@ class _ChecksummedStream:
         """Return the checksum of the bytes since the last call."""
         running, self._running = self._running, RunningChecksum()
         return running.hexdigest()
-
-
-class _IndexWriter(FileSystemWriter):
-    """A writer of torch's index for a directory that will be renamed."""
-
-    def __init__(self, directory: Path, final: Place) -> None:
-        super().__init__(directory, sync_files=False)
-        self._final = final
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(str(self._final), save_id=self.save_id, modules=[OUR_MARK])
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

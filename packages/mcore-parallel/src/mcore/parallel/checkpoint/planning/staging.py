@@ -64,6 +64,12 @@ def tensor_of(leaf: Leaf) -> torch.Tensor | None:
     return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else None
 
 
+def count_bytes(leaves: Iterable[tuple[int, Leaf]]) -> int:
+    """Return the size of the tensors among numbered leaves."""
+    tensors = (tensor_of(leaf) for _, leaf in leaves)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 def encode_value(leaf: Leaf, *, weights_only: bool) -> bytes:
     """Return the stored bytes of a leaf that is no tensor."""
     if isinstance(leaf, ShardedObject):

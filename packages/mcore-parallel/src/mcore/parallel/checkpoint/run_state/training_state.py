@@ -16,8 +16,10 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
     RANDOM_STATE,
     StoredValues,
     check_names,
+    find_stored_tensors,
     find_stored_values,
     is_stateful,
+    join_tensors,
     rank_random_state,
     set_rank_random_state,
     state_of,
@@ -54,6 +56,7 @@ def save_training_state(
     async_: bool = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
     **more: Any,
 ) -> SaveHandle | None:
     """Write the whole state of a run as one checkpoint, which any layout can load.
@@ -85,6 +88,7 @@ def save_training_state(
         check_replicas: Compare all replicas on several ranks. Replicas of bare parameters and
             optimizer states are always compared.
         weights_only: Refuse values that a load would refuse.
+        progress_bar: As in :func:`save_sharded_state_dict`.
         **more: Extra values. For an object with ``state_dict`` and ``load_state_dict``, such as a
             scheduler, a scaler or a data loader, its state is saved. For another module, its
             tensors are saved. Any other value is saved itself. A value that differs between ranks
@@ -118,7 +122,9 @@ def save_training_state(
         found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
         if optimizer is not None:
             found["optimizer"] = optimizers.tree()
-        leaves = sorted(name for name, value in values.items() if isinstance(value, OneLeaf))
+        leaves = sorted(
+            name for name in [*more, OPTIMIZER_ENTRIES] if isinstance(values[name], OneLeaf)
+        )
         return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
     return save_tree(
@@ -128,6 +134,7 @@ def save_training_state(
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
+        progress_bar=progress_bar,
     )
 
 
@@ -146,6 +153,7 @@ def load_training_state(
     process_group: GroupLike | None = None,
     weights_only: bool = True,
     verify: Verify = "while_reading",
+    progress_bar: bool = False,
     random_state: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
@@ -170,13 +178,15 @@ def load_training_state(
         process_group: The ranks that load. None is the world.
         weights_only: Refuse to run code from a checkpoint.
         verify: As in :func:`load_sharded_state_dict`.
+        progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
-        **more: Objects, also modules, that get the state saved under these names, and dicts with
-            DTensors, which are filled in place.
+        **more: Objects, also modules, that get the state saved under these names, and dicts of
+            tensors, also DTensors, which are filled in place.
 
     Returns:
-        ``step`` and every extra value of the checkpoint by name. An object in ``more`` is returned
-        itself. Equal on all ranks, except for values that were saved for each rank.
+        ``step`` and the extra values of the checkpoint by name. A value with tensors of 1 MiB or
+        more is only read if its name is in ``more``. An object in ``more`` is returned itself.
+        Equal on all ranks, except for values that were saved for each rank.
 
     Raises:
         DamagedCheckpointError: On every rank: the checkpoint is not complete or has changed. If
@@ -207,7 +217,12 @@ def load_training_state(
     first = {"step": OneLeaf(), **stored.targets}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
-    options: dict[str, Any] = {"strict": strict, "weights_only": weights_only, "verify": verify}
+    options: dict[str, Any] = {
+        "strict": strict,
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress_bar": progress_bar,
+    }
     values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
@@ -220,7 +235,10 @@ def load_training_state(
                 optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
             groups = values["optimizer"][GROUPS] or []
             tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
-        return {**tree, "model": modules.tree("model")}
+        plain = {name: one for name, one in values.items() if name != "optimizer"}
+        tensors, others_tensors = find_stored_tensors(plain, more, index.keys, team)
+        accounted.extend(others_tensors)
+        return {**tree, **tensors, "model": modules.tree("model")}
 
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
@@ -240,12 +258,13 @@ def load_training_state(
         if optimizer is not None:
             states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
             optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
-        return _restore_extra(more, others, values, loaded)
+        return _restore_extra(more, others, join_tensors(values, loaded), loaded)
 
     found = team.agree(take_back)
     streams = values.get(RANDOM_STATE)
     if random_state and streams is not None:
         team.agree(lambda: set_rank_random_state(streams))
+    checkpoint.log_figures(team)
     return found
 
 
