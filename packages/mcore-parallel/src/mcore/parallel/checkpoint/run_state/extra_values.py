@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning.staging import data_problem
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
 from mcore.parallel.checkpoint.state_tree import OneLeaf, Role
@@ -32,6 +33,7 @@ from mcore.tensor.dtensor import is_dtensor
 
 RANDOM_STATE = "random_state"
 OPTIMIZER_ENTRIES = "optimizer_entries"
+_LARGE_BYTES = 1 << 20  # of the tensors of a value, from which on each of them has a key
 _ARGUMENTS = (
     "async_ check_replicas force model optimizer path process_group progress_bar step strict "
     "unexpected verify weights_only"
@@ -73,11 +75,85 @@ def _has_shards(node: Any) -> bool:
 def states_to_save(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of values. A leaf that differs between ranks is saved for each rank."""
     check_names(values)
-    states = {name: state_of(name, value) for name, value in sorted(values.items())}
-    return {
-        name: replace(state, role=Role.PER_RANK) if isinstance(state, OneLeaf) else state
-        for name, state in states.items()
-    }
+    found: dict[str, Any] = {}
+    for name, value in sorted(values.items()):
+        state = state_of(name, value)
+        if isinstance(state, OneLeaf):
+            state, tensors = _split_tensors(name, state.value)
+            found.update({key: OneLeaf(one, Role.PER_RANK) for key, one in tensors.items()})
+            state = OneLeaf(state, Role.PER_RANK)
+        found[name] = state
+    return found
+
+
+def map_tensors(node: Any, key: str, change: Callable[[str, torch.Tensor], Any]) -> Any:
+    """Return nested dicts and lists with other tensors. Each has its path as its key."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((at, map_tensors(one, f"{key}.{at}", change)) for at, one in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(map_tensors(one, f"{key}.{at}", change) for at, one in enumerate(node))
+    return change(key, node) if isinstance(node, torch.Tensor) else node
+
+
+def _split_tensors(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Replace large tensors by tensors on the meta device, and return the large ones by key.
+
+    They are then written and read one after the other, as those of a model are.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    map_tensors(value, name, lambda key, one: found.append((key, one)))
+    tensors = dict(found)
+    is_small = sum(one.nbytes for one in tensors.values()) < _LARGE_BYTES
+    if is_small or len(tensors) < len(found) or any(map(data_problem, tensors.values())):
+        return value, {}
+    return map_tensors(value, name, lambda _, one: torch.empty_like(one, device="meta")), tensors
+
+
+def find_stored_tensors(
+    values: Mapping[str, Any], more: Mapping[str, Any], keys: Collection[str], team: Team
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors to fill of values in ``more``, by key, and the keys of the others."""
+    targets: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in values.items():
+        stored: dict[str, torch.Tensor] = {}
+        map_tensors(value, name, stored.setdefault)
+        present: dict[str, torch.Tensor] = {}
+        state = state_of(name, more[name]) if name in more else None
+        if isinstance(state, OneLeaf):
+            map_tensors(state.value, name, present.setdefault)
+        for key, one in stored.items():
+            of_rank = ShardedObject(key, None, (team.size,), (team.rank,))
+            target = present.get(key)
+            if not one.is_meta:
+                continue
+            if name not in more:
+                others += [full for full in keys if full == key or full.startswith(f"{key}/shard_")]
+            elif of_rank.unique_key in keys:
+                targets[key] = of_rank
+            elif key not in keys:
+                raise CheckpointingException(
+                    f"{key!r} was saved for each of another number of ranks. Leave {name!r} out"
+                )
+            elif target is None or target.shape != one.shape or target.dtype != one.dtype:
+                targets[key] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+            else:
+                targets[key] = target
+    return targets, others
+
+
+def join_tensors(values: Mapping[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return values with their loaded tensors, and without values whose tensors are not loaded."""
+    lacking: set[str] = set()
+
+    def put(key: str, stored: torch.Tensor) -> Any:
+        found = loaded.pop(key, stored)
+        if found.is_meta:
+            lacking.add(key.split(".")[0])
+        return found
+
+    joined = {name: map_tensors(value, name, put) for name, value in values.items()}
+    return {name: value for name, value in joined.items() if name not in lacking}
 
 
 class StoredValues(NamedTuple):

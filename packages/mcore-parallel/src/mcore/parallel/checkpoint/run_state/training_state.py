@@ -16,8 +16,10 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
     RANDOM_STATE,
     StoredValues,
     check_names,
+    find_stored_tensors,
     find_stored_values,
     is_stateful,
+    join_tensors,
     rank_random_state,
     set_rank_random_state,
     state_of,
@@ -120,7 +122,9 @@ def save_training_state(
         found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
         if optimizer is not None:
             found["optimizer"] = optimizers.tree()
-        leaves = sorted(name for name, value in values.items() if isinstance(value, OneLeaf))
+        leaves = sorted(
+            name for name in [*more, OPTIMIZER_ENTRIES] if isinstance(values[name], OneLeaf)
+        )
         return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
     return save_tree(
@@ -176,12 +180,13 @@ def load_training_state(
         verify: As in :func:`load_sharded_state_dict`.
         progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
-        **more: Objects, also modules, that get the state saved under these names, and dicts with
-            DTensors, which are filled in place.
+        **more: Objects, also modules, that get the state saved under these names, and dicts of
+            tensors, also DTensors, which are filled in place.
 
     Returns:
-        ``step`` and every extra value of the checkpoint by name. An object in ``more`` is returned
-        itself. Equal on all ranks, except for values that were saved for each rank.
+        ``step`` and the extra values of the checkpoint by name. A value with tensors of 1 MiB or
+        more is only read if its name is in ``more``. An object in ``more`` is returned itself.
+        Equal on all ranks, except for values that were saved for each rank.
 
     Raises:
         DamagedCheckpointError: On every rank: the checkpoint is not complete or has changed. If
@@ -230,7 +235,10 @@ def load_training_state(
                 optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
             groups = values["optimizer"][GROUPS] or []
             tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
-        return {**tree, "model": modules.tree("model")}
+        plain = {name: one for name, one in values.items() if name != "optimizer"}
+        tensors, others_tensors = find_stored_tensors(plain, more, index.keys, team)
+        accounted.extend(others_tensors)
+        return {**tree, **tensors, "model": modules.tree("model")}
 
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
@@ -250,7 +258,7 @@ def load_training_state(
         if optimizer is not None:
             states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
             optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
-        return _restore_extra(more, others, values, loaded)
+        return _restore_extra(more, others, join_tensors(values, loaded), loaded)
 
     found = team.agree(take_back)
     streams = values.get(RANDOM_STATE)
