@@ -56,13 +56,13 @@ SMALL = Settings(
 def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     done = pretrain(
         tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:4", "--run-dir", "run",
-        "--train-iters", "6", "--log-interval", "2",
+        "--train-iters", "20", "--log-interval", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     named = re.findall(r"^straggler: rank (\d+) takes ([\d.]+) times .* for its (\w+)$",
                        done.stdout, re.MULTILINE)  # fmt: skip
     assert ("1", "forward") in [(rank, part) for rank, _, part in named]
-    assert re.search(r"^slow ranks +.*rank 1 in [12]\b.* of 3 reports", done.stdout, re.MULTILINE)
+    assert re.search(r"^slow ranks +.*rank 1 in \d+\b.* of 20 reports", done.stdout, re.MULTILINE)
 
     *_, lines = (r for r in records_of(tmp_path / "run") if "straggler/rank0/forward-ms" in r)
     scores = {rank: lines[f"straggler/rank{rank}/relative-score"] for rank in range(ranks)}
@@ -73,7 +73,7 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
         assert all(lines[f"straggler/rank{rank}/{name}"] > 0 for rank in range(ranks))
 
     slow = Run.read(tmp_path / "run").slow
-    assert list(slow) == [2, 4, 6]
+    assert list(slow) == [*range(1, 21)]
     assert ("forward", socket.gethostname(), "cpu") in {
         (one.metric, one.host, one.device) for named in slow.values() for one in named
         if one.rank == 1
@@ -81,11 +81,11 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     page = (tmp_path / "run" / "run.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     [strip] = (each for each in data["maps"] if each["name"] == "Slow ranks")
-    assert strip["steps"] == ["2", "4", "6"]
+    assert strip["steps"] == [str(step) for step in slow]
     printed = max(float(times) for rank, times, _ in named if rank == "1")
     assert max(strip["cells"][strip["ranks"].index("1")]) == pytest.approx(printed, abs=0.051)
     [text] = (text for label, _, text in data["runs"][0]["figures"] if label == "slow ranks")
-    assert re.fullmatch(r"rank \d in [123] of 3 reports", text)
+    assert re.fullmatch(r"rank \d in \d+ of 20 reports", text)
 
     written = (tmp_path / "run" / "straggler.log").read_text()
     assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)
@@ -93,20 +93,20 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
 
 
 def slow_ranks_here(run_dir: str) -> None:
-    """Ranks 0 and 1 sleep in their forward; rank 3 starts to the third report."""
+    """Ranks 0 and 1 sleep in their forward; rank 3 starts to the eighth report."""
     rank, cpu = dist.get_rank(), torch.device("cpu")
     report = 0
     settings = Settings(tp=2, dp=2)
     watch = StragglerWatch(
-        settings, RunFolder(Path(run_dir)), cpu, 1, lambda: rank == 3 and report < 3
+        settings, RunFolder(Path(run_dir)), cpu, 1, lambda: rank == 3 and report < 8
     )
     ranges = StepRanges(watch.detector, None, cpu, waits=watch.waits)
-    for report in range(1, 7):
+    for report in range(1, 12):
         for _ in range(2):
             with ranges.forward():
                 time.sleep(0.2 if rank < 2 else 0.01)
             watch.end_step()
-        if report == 5 and rank == 1:
+        if report == 10 and rank == 1:
             watch.waits = Waited()
         watch.report(report)
     watch.close()
@@ -124,7 +124,7 @@ def test_a_rank_that_starts_or_has_no_cpu_is_not_named(tmp_path: Path) -> None:
     run_ranks(slow_ranks_here, 4, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "slow_ranks.jsonl").read_text().splitlines()]
     named = {line["step"]: sorted(one["rank"] for one in line["slow"]) for line in lines}
-    assert named == {4: [0, 1], 5: [], 6: [0, 1]}  # rank 0 waits for rank 1: one tp group
+    assert named == {9: [0, 1], 10: [], 11: [0, 1]}  # rank 0 waits for rank 1: one tp group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count it")

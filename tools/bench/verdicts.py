@@ -1,15 +1,18 @@
-"""The ranks that the straggler detector and nvidia-resiliency-ext report: simulated jobs.
+"""False and late warnings of the straggler detector, compared with nvidia-resiliency-ext's rule.
 
-``python -m bench.verdicts [--reports N]``. Both get the same times. Up to four ranks the peer's
-report judges them, on real ranks. Beyond that its two scores do, after a check that they agree.
+``python -m bench.verdicts [--reports N] [--record]``. Both rules get the same simulated times. With
+two and four real ranks, the peer's report has to agree with the two scores that are used here.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 import torch
@@ -18,79 +21,208 @@ import torch.distributed as dist
 from bench.peers import name_of
 from mcore.observe import SectionStats
 from mcore.observe.straggler.exchange import ELAPSED, GatheredRows, encode_row
-from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import run_ranks
+from results import RECORDS
+from results.journal import write_whole
+from results.machine import describe_machine, join_facts, timestamp
+from results.page import markdown_table
 
+RESULTS = RECORDS / "verdicts.jsonl"
+WORLDS = (1, 2, 8, 64, 1024, 16384)
 _NAMES = ("compute", "data")
-_NOISE = 0.05
-_BEFORE, _WITHIN = 12, 3
+_USUAL_MS = 100.0
+_BEFORE, _AFTER = 40, 40  # reports
 _PEER_THRESHOLD = 0.75  # its default
+_TEMPERATURE = ELAPSED + 2
 _Verdicts = list[set[int]]  # per report, the reported ranks
 
 
-class _Case(NamedTuple):
-    """Equal ranks, some of which become slow after twelve reports."""
+class Job(NamedTuple):
+    """Simulated times ``[reports, world]`` in ms of ranks, none of which is slow."""
 
-    name: str
-    slow_share: float = 0.0  # of the ranks, rounded up
-    factor: float = 1.0
-
-    def count_slow(self, world: int) -> int:
-        return math.ceil(self.slow_share * world)
+    times: torch.Tensor
+    temperatures: torch.Tensor | None = None  # C, by rank
+    peers: tuple[str, ...] = ()
 
 
-_SLOW = (_Case("one rank takes 30 % longer", 1e-9, 1.3), _Case("half take twice as long", 0.5, 2.0))
+_Draw = Callable[..., torch.Tensor]  # a random tensor of a given shape
+
+
+def _vary(times: torch.Tensor) -> Job:
+    return Job(_USUAL_MS * times)
+
+
+def _normal(sigma: float) -> Callable[[int, int, _Draw], Job]:
+    return lambda reports, world, draw: _vary(1 + sigma * draw(reports, world))
+
+
+def _lognormal(sigma: float) -> Callable[[int, int, _Draw], Job]:
+    return lambda reports, world, draw: _vary((sigma * draw(reports, world)).exp())
+
+
+def _autocorrelated(reports: int, world: int, draw: _Draw) -> Job:
+    """5 % of noise, of which 90 % remain in the next report."""
+    noise, steps = draw(reports, world), math.sqrt(1 - 0.9**2)
+    for number in range(1, reports):
+        noise[number] = 0.9 * noise[number - 1] + steps * noise[number]
+    return _vary((0.05 * noise).exp())
+
+
+def _pause(reports: int, world: int, draw: _Draw, is_paused: torch.Tensor) -> Job:
+    return _vary((1 + 0.02 * draw(reports, world)) * (1 + is_paused.double()))
+
+
+def _stalls(reports: int, world: int, draw: _Draw) -> Job:
+    """Every seventh report of a rank is doubled, of different ranks at different times."""
+    number = torch.arange(reports)[:, None] + torch.arange(world) * 3
+    return _pause(reports, world, draw, number % 7 == 0)
+
+
+def _doubled(reports: int, world: int, draw: _Draw) -> Job:
+    return _pause(reports, world, draw, draw(reports, world) > 1.645)
+
+
+def _saves(reports: int, world: int, draw: _Draw) -> Job:
+    """Rank 0 takes twice as long in every second report."""
+    is_saving = torch.zeros(reports, world, dtype=torch.bool)
+    is_saving[1::2, 0] = True
+    return _pause(reports, world, draw, is_saving)
+
+
+def _pareto(reports: int, world: int, draw: _Draw) -> Job:
+    """A tail of the power 1.5."""
+    above = torch.special.ndtr(-draw(reports, world)).clamp_(min=1e-12)
+    return _vary(0.95 + 0.05 * above.pow(-1 / 1.5))
+
+
+def _two_speeds(reports: int, world: int, draw: _Draw) -> Job:
+    """The second half of the ranks takes 15 % longer, and says so by ``peers``."""
+    is_slow = torch.arange(world) >= world / 2
+    job = _vary((1 + 0.02 * draw(reports, world)) * (1 + 0.15 * is_slow))
+    return job._replace(peers=tuple("new" if slow else "old" for slow in is_slow.tolist()))
+
+
+def _chassis(reports: int, world: int, draw: _Draw) -> Job:
+    """Of eight GPUs in a chassis, the last is 12 C warmer."""
+    temperatures = 55.0 + 12.0 * (torch.arange(world) % 8 == 7)
+    return _normal(0.005)(reports, world, draw)._replace(temperatures=temperatures.double())
+
+
+def _ramp(reports: int, world: int, draw: _Draw) -> Job:
+    """Ranks take 10 % longer once they are warm, give or take 0.5 %."""
+    warmth = 1 - (-torch.arange(reports)[:, None] / 50).exp()
+    return _vary((1 + 0.02 * draw(reports, world)) * (1 + (0.1 + 0.005 * draw(world)) * warmth))
+
+
+# The most false warnings per 1,000 reports that are wanted, and the noise.
+MODELS: dict[str, tuple[float | None, Callable[[int, int, _Draw], Job]]] = {
+    "normal 0.5 %": (1, _normal(0.005)),
+    "normal 2 %": (1, _normal(0.02)),
+    "normal 5 %": (1, _normal(0.05)),
+    "lognormal 0.1": (1, _lognormal(0.1)),
+    "lognormal 0.2": (1, _lognormal(0.2)),
+    "lognormal 0.3": (5, _lognormal(0.3)),
+    "autocorrelated 5 %": (5, _autocorrelated),
+    "stalls in every 7th report": (5, _stalls),
+    "5 % of reports doubled": (5, _doubled),
+    "Pareto 1.5": (None, _pareto),
+    "two-speed hardware, as peers": (5, _two_speeds),
+    "saves on rank 0": (5, _saves),
+    "temperature by chassis": (1, _chassis),
+    "thermal ramp": (5, _ramp),
+}
+# Noise, how much longer a rank takes, and the reports within which it should be named.
+SLOW = ((0.02, 1.2, 5), (0.005, 1.05, 10), (0.02, 1.1, 20))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one table. Returns 1 if the peer's scores disagree with its report."""
+    """Print the tables. Returns 1 if the peer's scores disagree with its report."""
     parser = argparse.ArgumentParser(prog="hatch run verdicts", description=__doc__)
-    parser.add_argument("--reports", type=int, default=2000, help="number of reports, equal ranks")
-    reports = parser.parse_args(arguments).reports
+    parser.add_argument("--reports", type=int, default=1000, help="number of reports in a job")
+    parser.add_argument("--ranks", type=int, nargs="*", default=WORLDS)
+    parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name} and its page")
+    options = parser.parse_args(arguments)
     peer = name_of("nvidia-resiliency-ext")
-    print(
-        f"times with {_NOISE:.0%} noise. mcore-observe, then {peer} with its default thresholds\n"
-    )
-    for world in (2, 4, 64, 1024, 16384):
-        judges = [judge_by_detector, judge_by_scores]
-        if world <= 4:
-            times = simulate_times(_Case(""), world, 50, seed=1)
-            if judge_by_scores(times) != run_ranks(judge_by_peer, world, times.tolist())[0]:
-                print(f"{world} ranks: the peer's report disagrees with its scores")
-                return 1
-        equal = simulate_times(_Case("equal"), world, reports, seed=0)
-        wrong = [sum(map(bool, judge(equal))) / reports for judge in judges]
-        print(f"{world:6} ranks  equal, reports of a slow rank: {_format(wrong)} of {reports}")
-        for case in _SLOW:
-            num_jobs = max(20, reports // 20)
-            found = [_share_found(judge, case, world, num_jobs) for judge in judges]
-            text = f"{case.name}, reported within {_WITHIN} reports"
-            print(f"{'':14}{text}: {_format(found)} of {num_jobs} jobs", flush=True)
+    for world in (2, 4):
+        times = simulate("normal 5 %", world, 50).times
+        if judge_by_scores(times) != run_ranks(judge_by_peer, world, times.tolist())[0]:
+            print(f"{world} ranks: the peer's report disagrees with its scores")
+            return 1
+    results = []
+    for result in measure(options.reports, options.ranks):
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    if options.record:
+        facts = {"date": timestamp(), **describe_machine("nvidia-resiliency-ext")}
+        write_whole(RESULTS, "".join(json.dumps(result) + "\n" for result in results))
+        write_whole(RESULTS.with_suffix(".md"), page(results, peer, join_facts(facts)))
     return 0
 
 
-def simulate_times(case: _Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
-    """Times of an iteration in ms, ``[reports, world]``."""
+def measure(reports: int, worlds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the false warnings of each model, then the reports until a slow rank is named."""
+    for world in worlds:
+        number = max(100, min(reports, 64 * reports // world))
+        for model, (aim, _) in MODELS.items():
+            job = simulate(model, world, number)
+            ours, theirs = (
+                round(1000 * sum(map(bool, verdicts)) / number, 1)
+                for verdicts in (judge_by_detector(job), judge_by_scores(job.times))
+            )
+            yield {"model": model, "ranks": world, "reports": number, "ours": ours,
+                   "theirs": theirs, "aim": aim}  # fmt: skip
+        for noise, factor, within in SLOW:
+            jobs = 20 if world <= 64 else 5
+            delays = [_measure_delays(noise, factor, world, seed) for seed in range(jobs)]
+            by_rule = [_summarize(of_rule) for of_rule in zip(*delays, strict=True)]
+            yield {"noise": noise, "factor": factor, "ranks": world, "jobs": jobs,
+                   "ours": by_rule[0], "theirs": by_rule[1], "aim": within}  # fmt: skip
+
+
+def simulate(model: str, world: int, reports: int, *, seed: int = 0) -> Job:
+    """Simulate a job of ranks that are not slow."""
+    return _simulate(MODELS[model][1], world, reports, seed)
+
+
+def _simulate(model: Callable[[int, int, _Draw], Job], world: int, reports: int, seed: int) -> Job:
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(reports, world, generator=generator, dtype=torch.float64)
-    times = noise.mul_(_NOISE).add_(1).mul_(100)
-    times[_BEFORE:, : case.count_slow(world)] *= case.factor
-    return times
+    return model(
+        reports, world, lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+    )
 
 
-def judge_by_detector(times: torch.Tensor) -> _Verdicts:
+def _measure_delays(noise: float, factor: float, world: int, seed: int) -> list[int]:
+    """The reports until the last rank is named by each rule, once it takes longer."""
+    job = _simulate(_normal(noise), world, _BEFORE + _AFTER, seed)
+    job.times[_BEFORE:, -1] *= factor
+    return [
+        next((at for at, named in enumerate(verdicts[_BEFORE:], 1) if world - 1 in named), _AFTER)
+        for verdicts in (judge_by_detector(job), judge_by_scores(job.times))
+    ]
+
+
+def _summarize(delays: Sequence[int]) -> list[int]:
+    """The median and the 90th percentile."""
+    tenths = quantiles(delays, n=10, method="inclusive")
+    return [round(tenths[4]), math.ceil(tenths[8])]
+
+
+def judge_by_detector(job: Job) -> _Verdicts:
     """The ranks that the straggler detector reports."""
-    world, past = times.shape[1], PastReports(_NAMES)
+    world, past = job.times.shape[1], PastReports(_NAMES, peers=job.peers)
     stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
     row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
     rows, verdicts = row.repeat(world, 1), []
-    for of_report in times:
+    if job.temperatures is not None:
+        rows[:, _TEMPERATURE] = job.temperatures
+    for of_report in job.times:
         rows = rows.clone()
         rows[:, ELAPSED] = of_report
         found = RankComparison(
             GatheredRows(rows, tuple(range(world))), unix_time=0.0, hosts=("host",) * world,
-            names=_NAMES, rule=OutlierRule(), past=past,
+            names=_NAMES, past=past,
         )  # fmt: skip
         verdicts.append({one.rank for one in found.stragglers})
     return verdicts
@@ -128,18 +260,33 @@ def judge_by_peer(times: list[list[float]]) -> _Verdicts:
     return verdicts
 
 
-def _share_found(
-    judge: Callable[[torch.Tensor], _Verdicts], case: _Case, world: int, num_jobs: int
-) -> float:
-    slow, found = set(range(case.count_slow(world))), 0
-    for seed in range(num_jobs):
-        verdicts = judge(simulate_times(case, world, _BEFORE + _WITHIN, seed=seed))
-        found += any(slow <= named for named in verdicts[_BEFORE:])
-    return found / num_jobs
-
-
-def _format(shares: Sequence[float]) -> str:
-    return " against ".join(f"{share:7.2%}" for share in shares)
+def page(results: Sequence[dict[str, Any]], peer: str, facts: str) -> str:
+    """The page of the results, in Markdown."""
+    worlds = sorted({result["ranks"] for result in results})
+    false: dict[str, list[str]] = {}
+    late: dict[str, list[str]] = {}
+    for result in results:
+        aim = "none" if result["aim"] is None else str(result["aim"])
+        if "model" in result:
+            cells = false.setdefault(result["model"], [result["model"], aim])
+            cells.append(f"{result['ours']:g} / {result['theirs']:g}")
+        else:
+            case = f"{result['factor'] - 1:.0%} longer, noise {result['noise']:.1%}"
+            named = [
+                " to ".join("never" if at == _AFTER else str(at) for at in result[side])
+                for side in ("ours", "theirs")
+            ]
+            late.setdefault(case, [case, aim]).append(" / ".join(named))
+    ranks = [f"{world:,}" for world in worlds]
+    parts = [
+        (Path(__file__).parent / "verdicts_page.txt").read_text().replace("PEER", peer),
+        facts,
+        "## False warnings",
+        markdown_table(["noise", "aim", *ranks], list(false.values())),
+        "## Reports until a slow rank is named",
+        markdown_table(["slow rank", "aim", *ranks], list(late.values())),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 if __name__ == "__main__":

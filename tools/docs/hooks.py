@@ -21,6 +21,7 @@ from monorepo.workspace import REPOSITORY, Distribution, load_workspace
 
 RESULTS = {
     "results/benchmarks.md": "tools/docs/benchmarks.md",
+    "results/verdicts.md": "tools/docs/verdicts.md",
     "results/layouts.md": "tools/docs/layouts.md",
     "results/faults.md": "tools/docs/faults.md",
 }

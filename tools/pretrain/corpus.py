@@ -65,12 +65,9 @@ class Corpus:
         if not self.each_once:
             return self._draw(self.train, settings, rows, settings.seed, step)
         starts = starts_in_order(
-            len(self.train),
-            seq_length=settings.seq_length,
-            seed=settings.seed,
-            first=(step - 1) * settings.global_batch_size,
-            count=settings.global_batch_size,
-        )
+            len(self.train), seq_length=settings.seq_length, seed=settings.seed,
+            first=(step - 1) * settings.global_batch_size, count=settings.global_batch_size,
+        )  # fmt: skip
         return batch_at(self.train, starts, rows, settings.seq_length)
 
     def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
@@ -102,13 +99,9 @@ class Corpus:
 
     def _draw(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
         return draw_batch(
-            text,
-            rows=rows,
-            batch_size=settings.global_batch_size,
-            seq_length=settings.seq_length,
-            seed=seed,
-            step=step,
-        )
+            text, rows=rows, batch_size=settings.global_batch_size, seq_length=settings.seq_length,
+            seed=seed, step=step,
+        )  # fmt: skip
 
 
 def load_text(settings: Settings, run_dir: Path, resumed: Path | None = None) -> Corpus:
@@ -127,15 +120,15 @@ def load_text(settings: Settings, run_dir: Path, resumed: Path | None = None) ->
         if os.environ.get("LOCAL_RANK", "0") == "0":
             make_cache(settings, find_cache(settings, run_dir), resumed)
 
-    _run_on_all(make, patient_group)
-    corpus = _run_on_all(
+    run_on_all(make, patient_group)
+    corpus = run_on_all(
         lambda: load_cached_corpus(settings, find_cache(settings, run_dir)), patient_group
     )
     dist.destroy_process_group(patient_group)
     return corpus
 
 
-def _run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+def run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
     """Run ``work`` on all ranks of a group. An error on one rank is raised on all ranks."""
     results: list[Result] = []
     report = None

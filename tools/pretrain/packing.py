@@ -113,6 +113,13 @@ def part_of_batch(
     }
 
 
+def copy_without_wait(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device from pinned memory, for which the host need not wait."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def document_mask(
     cu_seqlens: torch.Tensor,
     rows: int,
@@ -130,11 +137,13 @@ def document_mask(
     ]
     keys = torch.cat(of_ranks, dim=1)
     queries = of_ranks[get_pg_rank(cp_group)]
-    ends = cu_seqlens[1:].cpu()
+    ends = cu_seqlens[1:]
     first_of_query = torch.cat((ends.new_zeros(1), ends))[
         torch.bucketize(queries, ends, right=True)
     ]
-    queries, keys, first = (places.to(device) for places in (queries, keys, first_of_query))
+    queries, keys, first = (
+        copy_without_wait(places, device) for places in (queries, keys, first_of_query)
+    )
     keys = keys[:, None, :]
     mask = (keys <= queries[:, :, None]) & (keys >= first[:, :, None])
     return mask[:, None]

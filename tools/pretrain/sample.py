@@ -105,23 +105,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Continue a text with the model of a run, on the CPU of this process.",
         allow_abbrev=False,
     )
-    parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR", help="the run")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default: 200)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="default: 0, always the likeliest token",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        help="with --temperature: draw from the N likeliest (0: all)",
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="new path of the run's tokenizer")
+    add = parser.add_argument
+    add("prompt", help="the text to continue")
+    add("--run", type=Path, required=True, metavar="RUN_DIR", help="the run")
+    add("--tokens", type=int, default=200, help="how many to add (default: 200)")
+    likeliest = "default: 0, always the likeliest token"
+    add("--temperature", type=float, default=0.0, help=likeliest)
+    likely = "with --temperature: draw from the N likeliest (0: all)"
+    add("--top-k", type=int, default=0, help=likely)
+    add("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
+    add("--tokenizer", metavar="FILE", help="new path of the run's tokenizer")
     given = parser.parse_args(argv)
     for flag in ("tokens", "temperature", "top_k", "seed"):
         if not 0 <= getattr(given, flag) < math.inf:

@@ -141,11 +141,9 @@ class Settings:
     )
     topk: int = _option(2, "experts per token", _at_least(1), fixed=True)
     balance: Literal["batch", "sequence"] = _option(
-        "batch",
-        "balance expert loads over all sequences of a forward pass or over each sequence",
-        choices=("batch", "sequence"),
-        fixed=True,
-    )
+        "batch", "balance expert loads over all sequences of a forward pass or over each sequence",
+        choices=("batch", "sequence"), fixed=True,
+    )  # fmt: skip
     balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE, fixed=True)
     z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE, fixed=True)
     freeze_router: bool = _option(False, "keep the initial weights of the routers", fixed=True)
@@ -180,11 +178,9 @@ class Settings:
         0, "steps between bitwise comparisons of the dp x cp replicas (0: never)", _at_least(0)
     )
     exit_after: int = _option(
-        0,
-        "stop with a checkpoint after this many steps of this start (0: never)",
-        _at_least(0),
+        0, "stop with a checkpoint after this many steps of this start (0: never)", _at_least(0),
         kept=False,
-    )
+    )  # fmt: skip
     max_skipped: int = _option(
         10, "stop after this many steps in a row without finite gradients (0: never)", _at_least(0)
     )
@@ -337,13 +333,9 @@ def _find_commit() -> str | None:
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(
-            command,
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5,
             check=True,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -131,6 +131,10 @@ def _call(request: Request) -> Any:
     function = load_target(request.target)
     args, kwargs = pickle.loads(request.call)
     if request.init is not None:
+        if request.init.partition(":")[0] == "standin":
+            import standin
+
+            standin.switch_on(request.rank)
         _join_group(request.init, request)
     return function(*args, **kwargs)
 

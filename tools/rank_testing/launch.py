@@ -44,7 +44,7 @@ def run_ranks(
         env: variables to set in every rank, or to remove if the value is None.
         init: the backend of ``torch.distributed``, all ranks in one group: "gloo", an accelerator's
             such as "cuda:nccl", or None for no group. Ranks on an accelerator select the device of
-            their number and start more slowly.
+            their number and start more slowly. "standin:standin_nccl" is the stand-in.
         **kwargs: keyword arguments of ``fn``, picklable.
 
     Returns:

@@ -22,7 +22,7 @@ _PRELOADED = (
 # Slow to import, and worth it only if the test process uses them.
 _PRELOADED_IF_USED = ("hypothesis", "numpy", "torch.distributed.checkpoint")
 _preloaded_for_tests: list[str] = []
-_CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "ucc"})
+_CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "standin", "ucc"})
 
 
 def preload(*modules: str) -> None:

@@ -4,7 +4,7 @@ Values, gradients and addresses are real, computed by the kernels of the CPU. Wh
 leaves undefined is refused, or is poison (NaN).
 """
 
-from standin.backend import register, switched_on
+from standin.backend import register, switch_on, switched_on
 from standin.memory import NAME, is_device
 from standin.recording import HostWaitError, TooManyLaunchesError, launches, no_host_waits, recorded
 
@@ -17,5 +17,6 @@ __all__ = [
     "no_host_waits",
     "recorded",
     "register",
+    "switch_on",
     "switched_on",
 ]

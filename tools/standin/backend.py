@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 
-from standin import clocks, dispatch, guard, pinned
+from standin import clocks, dispatch, graphs, guard, pinned
+from standin.collectives import register_collectives
 from standin.generators import Generator, default_generators, make_default_generators
 from standin.memory import COUNT, NAME, read_stats, reset_peaks
 
@@ -26,6 +29,9 @@ class Backend:
     set_stream = staticmethod(clocks.set_stream)
     synchronize = staticmethod(clocks.synchronize)
     current_device = staticmethod(guard.current_index)
+    CUDAGraph = graphs.Graph
+    graph = staticmethod(graphs.graph)
+    graph_pool_handle = staticmethod(graphs.graph_pool_handle)
     is_on = False
 
     def is_available(self) -> bool:
@@ -40,6 +46,10 @@ class Backend:
 
     def _is_in_bad_fork(self) -> bool:
         return False
+
+    def is_current_stream_capturing(self) -> bool:
+        """Return whether a graph is being captured."""
+        return graphs.find_capture() is not None
 
     def init(self) -> None:
         """Do nothing."""
@@ -109,6 +119,7 @@ class Backend:
 
 
 backend = Backend()
+_forever = ExitStack()
 _libraries: list[Any] = []
 
 
@@ -119,10 +130,12 @@ def register() -> None:
     problem = guard.find_problem()
     if problem is not None:
         raise RuntimeError(f"no stand-in: {problem}")
+    _device_constructors()  # torch keeps the list of its first call, which must not be of patches
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
     guard.extend_guard()
+    guard.install_allocator()
     make_default_generators()
-    _libraries.extend(dispatch.register_ops())
+    _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 
 
 @contextmanager
@@ -157,3 +170,11 @@ def switched_on() -> Iterator[torch.device]:
             patch.stop()
         clocks.reset()
         guard.set_current_index(0)
+
+
+def switch_on(rank: int | None = None) -> torch.device:
+    """Make the stand-in the accelerator of this process, and the device of a rank current."""
+    rank = int(os.environ.get("LOCAL_RANK", "0")) if rank is None else rank
+    _forever.enter_context(switched_on())
+    guard.set_current_index(rank % COUNT)
+    return torch.device(NAME, rank % COUNT)

@@ -34,8 +34,8 @@ class Clocks:
 
     def __init__(self) -> None:
         self._views: dict[Key, dict[Key, int]] = {HOST: {}}
-        self._writes: dict[int, list[tuple[Range, Key, int]]] = {}
-        self._pending: list[tuple[Key, int, Callable[[], object]]] = []
+        self.writes: dict[int, list[tuple[Range, Key, int]]] = {}
+        self._pending: list[tuple[Key, int, Callable[[], object], bool]] = []
 
     def launch(self, key: Key) -> int:
         """Return the number of a new launch on a stream, which follows all that the host saw."""
@@ -54,27 +54,29 @@ class Clocks:
         if key == HOST:
             done = [item for item in self._pending if self.has_seen(HOST, *item[:2])]
             self._pending = [item for item in self._pending if not self.has_seen(HOST, *item[:2])]
-            for _, _, finish in done:
+            for _, _, finish, _ in done:
                 finish()
 
     def has_seen(self, viewer: Key, key: Key, number: int) -> bool:
         """Return whether a stream or the host has waited for a launch."""
         return viewer == key or self._views.get(viewer, {}).get(key, 0) >= number
 
-    def when_host_waits(self, key: Key, number: int, finish: Callable[[], object]) -> None:
-        """Call a function as soon as the host has waited for a launch."""
-        self._pending.append((key, number, finish))
+    def when_host_waits(
+        self, key: Key, number: int, finish: Callable[[], object], *, or_at_end: bool = False
+    ) -> None:
+        """Call a function as soon as the host has waited for a launch, or also at the end."""
+        self._pending.append((key, number, finish, or_at_end))
 
     def wrote(self, tensor: torch.Tensor, key: Key, number: int) -> None:
         """Note that a launch writes a tensor of the device."""
         base = tensor.untyped_storage().data_ptr()
         low, high = byte_range(tensor)
-        others = [w for w in self._writes.get(base, ()) if w[0][0] < low or w[0][1] > high]
-        self._writes[base] = [*others, ((low, high), key, number)]
+        others = [w for w in self.writes.get(base, ()) if w[0][0] < low or w[0][1] > high]
+        self.writes[base] = [*others, ((low, high), key, number)]
 
     def find_unseen(self, tensor: torch.Tensor, viewer: Key) -> Iterator[Range]:
         """Yield the ranges of a tensor whose writer the viewer has not waited for."""
-        writes = self._writes.get(tensor.untyped_storage().data_ptr())
+        writes = self.writes.get(tensor.untyped_storage().data_ptr())
         if writes is None:
             return
         low, high = byte_range(tensor)
@@ -125,9 +127,10 @@ _num_streams = [0]
 
 def reset() -> None:
     """Forget all launches, as a new process would."""
-    for finish in [item[2] for item in clocks._pending]:
-        finish()
+    pending = clocks._pending
     clocks.__init__()  # type: ignore[misc]
+    for finish in [item[2] for item in pending if item[3]]:
+        finish()
     _current.clear()
 
 
@@ -204,7 +207,7 @@ class Event:
         self.device = resolve(device) if not isinstance(device, bool) else resolve(None)
         self.view: dict[Key, int] = {}
         self._time_s: float | None = None
-        self._was_asked = False
+        self._was_asked = self._is_captured = False
 
     def record(self, stream: Stream | None = None) -> None:
         """Record all launches of a stream, by default the current one."""
@@ -214,6 +217,7 @@ class Event:
                 f"Event device {self.device} does not match recording stream's device "
                 f"{stream.device}."
             )
+        self._is_captured = recording.is_capturing()
         clocks.launch(stream.key)
         self.view = clocks.read_view(stream.key)
         self._time_s, self._was_asked = time.perf_counter(), False
@@ -224,6 +228,7 @@ class Event:
 
     def query(self) -> bool:
         """Return whether the event was reached. It is reached between two calls."""
+        self._check()
         if not self._is_known() and self._was_asked:
             clocks.wait(HOST, self.view)
         self._was_asked = True
@@ -231,6 +236,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        self._check()
         recording.note_wait("Event.synchronize")
         clocks.wait(HOST, self.view)
 
@@ -238,11 +244,20 @@ class Event:
         """Return the milliseconds to another event. Both must have been reached."""
         if not (self.enable_timing and end.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        self._check()
+        end._check()
         if self._time_s is None or end._time_s is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if not (self._is_known() and end._is_known()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end._time_s - self._time_s) * 1e3
+
+    def _check(self) -> None:
+        if self._is_captured or recording.is_capturing():
+            raise RuntimeError(
+                "CUDA error: operation not permitted on an event last recorded in a capturing "
+                "stream"
+            )
 
     def _is_known(self) -> bool:
         return all(clocks.has_seen(HOST, key, number) for key, number in self.view.items())

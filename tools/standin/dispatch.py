@@ -16,12 +16,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 from standin import recording
 from standin.clocks import HOST, POISON, Key, RaceError, byte_range, clocks, current_stream
 from standin.generators import default_generators, find_state
+from standin.graphs import find_capture
 from standin.guard import current_index
 from standin.memory import NAME, is_device, to_device, to_host
 from standin.pinned import is_pinned
 from standin.rules import Op, check_devices, describe_op
 
 _CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
+# Kernels of the CPU that CUDA does not have: ops, formats, the message, and its source.
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
+    # https://github.com/pytorch/pytorch/issues/127176, and AmpKernels.cu for 8 bits
+    (
+        {"_amp_foreach_non_finite_check_and_unscale_"},
+        {torch.bfloat16} | _FLOAT8,
+        "_amp_foreach_non_finite_check_and_unscale_cuda",
+    ),
+    # https://github.com/pytorch/pytorch/issues/44428, integers: cuBLAS has no such product
+    ({"mm", "addmm", "addmv", "mv"}, _INTEGERS, "addmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/11936
+    ({"bmm", "baddbmm"}, _INTEGERS, "baddbmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/158313 and intel/torch-xpu-ops issue 1939
+    ({"add", "sub"}, _FLOAT8, "ufunc_add_CUDA"),
+    ({"mul"}, _FLOAT8, "mul_cuda"),
+    ({"div"}, _FLOAT8, "div_true_cuda"),
+]  # fmt: skip
 # Kernels that only make another view of the memory: those of the CPU do, whatever the device.
 _VIEWS = {
     "as_strided", "view", "_reshape_alias", "unfold", "alias", "detach", "_unsafe_view",
@@ -52,8 +72,18 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.name in _COPIES:
         source, target = (args[1], args[0]) if facts.name == "copy_" else args[:2]
         return copy(target, source, bool((*args, *[kwargs.get("non_blocking")])[2]))
+    _refuse_absent(facts, tensors)
     _note(facts, dict(named))
     return _Call(op, facts, args, kwargs, index, device is not None).run()
+
+
+def _refuse_absent(facts: Op, named: list[tuple[str, Any]]) -> None:
+    for names, formats, kernel in _ABSENT:
+        if facts.name in names:
+            for tensor in (tensor for _, value in named for tensor in _tensors(value)):
+                if tensor.dtype in formats:
+                    title = str(tensor.dtype).removeprefix("torch.")
+                    raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
 
 
 class _Call:
@@ -70,18 +100,32 @@ class _Call:
     def run(self) -> Any:
         key = current_stream(self.index).key
         read, written = self._split()
+        capture = find_capture()
+        if capture is not None:
+            capture.keep_before(written)
         number = clocks.launch(key)
         with clocks.shown_to(key, read, written):
             result = self._compute()
         for host, original in self._grown:
             _adopt(original, host, self.index)
         out = tree_map(self._wrap, result)
+        if capture is not None:
+            again = functools.partial(self._run_again, tree_leaves(out))
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            capture.add(again, [t for t in made if all(t is not old for old in written)])
         for tensor in (*written, *(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))):
             if is_device(tensor):
                 clocks.wrote(tensor, key, number)
         if _waits(self.facts, dict(self._named())):
             clocks.wait(HOST, clocks.read_view(key))
         return out
+
+    def _run_again(self, made: list[Any]) -> None:
+        """Compute once more, into the memory of the first results."""
+        call = _Call(self.op, self.facts, self.args, self.kwargs, self.index, self.returns_device)
+        for original, host in zip(made, tree_leaves(call._compute()), strict=True):
+            if isinstance(original, torch.Tensor) and id(host) not in call._originals:
+                to_host(original).copy_(host)
 
     def _named(self) -> list[tuple[str, Any]]:
         return [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
@@ -105,17 +149,22 @@ class _Call:
         if kwargs.get("pin_memory"):
             raise RuntimeError(f"Only dense CPU tensors can be pinned, got device {NAME}")
         default = default_generators[self.index].state
+        capture = find_capture()
         if self.facts.generator is not None:
             position = self.facts.arguments.index(self.facts.generator)
             given = args[position] if position < len(args) else kwargs.get(self.facts.generator)
             state = default if given is None else find_state(given)
             if state is None:
                 raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+            if capture is not None:
+                capture.draw_from(state)
             if position < len(args):
                 args[position] = state
             else:
                 kwargs[self.facts.generator] = state
         elif self.facts.is_random:
+            if capture is not None:
+                capture.draw_from(default)
             with _drawing_from(default):
                 return self.op(*args, **kwargs)
         return self.op(*args, **kwargs)
@@ -153,6 +202,12 @@ class _Call:
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     """Copy between memories or on the device, with the waits of CUDA."""
+    capture = find_capture()
+    if capture is not None:
+        if not (is_device(source) or is_pinned(source)):
+            recording.refuse_in_capture("a copy from pageable memory")
+        capture.keep_before([target])
+        capture.add(lambda: _alias(target).copy_(_alias(source)), [])
     place = source.device if is_device(source) else target.device
     key = current_stream(place).key
     if is_device(target) and is_device(source):
@@ -171,6 +226,10 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torc
     return target
 
 
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return to_host(tensor) if is_device(tensor) else tensor
+
+
 def _copy_from_host(
     target: torch.Tensor, source: torch.Tensor, key: Key, non_blocking: bool
 ) -> None:
@@ -181,7 +240,7 @@ def _copy_from_host(
     clocks.wrote(target, key, number)
     if not non_blocking:
         clocks.wait(HOST, clocks.read_view(key))
-    elif is_pinned(source):
+    elif is_pinned(source) and find_capture() is None:
         _watch_source(source, key, number)
 
 
@@ -213,7 +272,7 @@ def _watch_source(source: torch.Tensor, key: Key, number: int) -> None:
         if ctypes.string_at(source.data_ptr(), high - low) != content:
             raise RaceError(f"pinned memory was changed before its copy to the device, at {line}")
 
-    clocks.when_host_waits(key, number, compare)
+    clocks.when_host_waits(key, number, compare, or_at_end=True)
 
 
 def _to_copy(
@@ -342,7 +401,13 @@ def _attend(
     choice = torch.ops.aten._fused_sdp_choice(*tensors, dropout_p, is_causal, **settings)
     if choice == SDPBackend.FLASH_ATTENTION.value:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
         arguments = (query, key, value, dropout_p, is_causal)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
+            added = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = added.masked_fill_(~attn_mask, float("-inf"))
         return flash(*arguments, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
     plain = torch.ops.aten._scaled_dot_product_attention_math
     weighted: torch.Tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from standin import recording
 from standin.guard import current_index
 from standin.memory import COUNT, NAME
 
@@ -29,6 +30,7 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
         if device.type != NAME:
             return _TorchGenerator(device)
         self = _TorchGenerator.__new__(cls, "cpu")
+        recording.refuse_in_capture("a new generator")
         self.place = torch.device(NAME, current_index() if device.index is None else device.index)
         self.state = _TorchGenerator("cpu")
         _made[self._cdata] = self
@@ -47,6 +49,7 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
 
     def manual_seed(self, seed: int) -> Generator:
         """Start from a seed."""
+        recording.refuse_in_capture("manual_seed")
         self.state.manual_seed(seed)
         return self
 
@@ -60,6 +63,7 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
 
     def get_state(self) -> torch.Tensor:
         """Return a copy of the state, on the CPU."""
+        recording.refuse_in_capture("get_state")
         copied: torch.Tensor = self.state.get_state()
         return copied
 
@@ -67,6 +71,7 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
         """Continue from a copied state."""
         if state.device.type != "cpu":
             raise TypeError("RNG state must be a torch.ByteTensor")
+        recording.refuse_in_capture("set_state")
         self.state.set_state(state)
         return self
 

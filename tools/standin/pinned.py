@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from standin import recording
+
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "arange", "tensor", "empty_like",
     "zeros_like", "ones_like", "empty_strided",
@@ -30,6 +32,7 @@ def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def _mark(tensor: torch.Tensor) -> torch.Tensor:
+    recording.refuse_in_capture("an allocation of pinned memory")
     storage = tensor.untyped_storage()
     if storage.nbytes():
         _ranges[storage.data_ptr()] = storage.nbytes()

@@ -10,6 +10,7 @@ import torch
 from standin.backend import register, switched_on
 from standin.guard import find_problem
 from standin.memory import NAME
+from standin.recording import recorded
 
 PROBLEM = find_problem()
 if PROBLEM is None:
@@ -32,3 +33,22 @@ def device_fixture(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cpu")
     found: torch.device = request.getfixturevalue("accelerator")
     return found
+
+
+@pytest.fixture
+def on_each_device(device: torch.device) -> Iterator[None]:
+    """Run a test on the CPU, then with the stand-in as default device of new tensors.
+
+    A test that does no work on the stand-in fails, since it would test the CPU twice.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    previous = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        with recorded() as record:
+            yield
+    finally:
+        torch.set_default_device(None if previous.type == "cpu" else previous)
+    assert record.ops, "the test ran nothing on the stand-in"

@@ -14,7 +14,7 @@ from types import FrameType
 
 _REPOSITORY = Path(__file__).parents[2]
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
-_OWN = Path(__file__).parent
+_HARNESS = (Path(__file__).parent, Path(__file__).parents[1] / "rank_testing")
 
 
 class HostWaitError(AssertionError):
@@ -49,6 +49,7 @@ class Record:
 
 
 _records: list[Record] = []
+captures: list[object] = []
 _forbidden: list[list[HostWaitError]] = []
 
 
@@ -115,6 +116,8 @@ def note_copy(what: str) -> None:
 
 def note_wait(what: str) -> None:
     """Record a wait of the host, or raise HostWaitError if it is forbidden."""
+    if is_capturing():
+        refuse_in_capture(what)
     if not _records and not _forbidden:
         return
     line = find_line()
@@ -125,6 +128,20 @@ def note_wait(what: str) -> None:
         for seen in _forbidden:
             seen.append(error)
         raise error
+
+
+def is_capturing() -> bool:
+    """Return whether a graph is being captured."""
+    return bool(captures)
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raise as CUDA does for an operation that cannot be captured."""
+    if captures:
+        raise RuntimeError(
+            "CUDA error: operation not permitted when stream is capturing "
+            f"({what} at {find_line()})"
+        )
 
 
 def find_line() -> str:
@@ -147,7 +164,7 @@ def find_line() -> str:
 def _classify(file: str) -> tuple[str, bool] | None:
     """Return a file's name and whether it is our source, None for torch, Python and this tool."""
     path = Path(file)
-    if file.startswith("<") or "site-packages" in path.parts or path.parent == _OWN:
+    if file.startswith("<") or "site-packages" in path.parts or path.parent in _HARNESS:
         return None
     if path.is_relative_to(_STANDARD_LIBRARY):
         return None

@@ -22,7 +22,7 @@ from mcore.parallel.rng import (
     initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 
 def storage(tensor):

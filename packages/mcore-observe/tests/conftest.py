@@ -31,11 +31,11 @@ from mcore.observe import (
     training_log,
 )
 from mcore.observe.straggler.exchange import GatheredRows, row_length
-from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
 from rank_testing.scripts import Script
-from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
@@ -305,7 +305,6 @@ class SimulatedJob:
             hosts=self.hosts,
             devices=tuple(f"cuda:{rank % 8}" for rank in range(self.world)),
             names=self.names,
-            rule=OutlierRule(),
             past=self.past,
         )
 
@@ -325,6 +324,7 @@ def _compared(report: Any, unix_time: float | None = None) -> SimpleNamespace:
         places=[("h", "cpu")] * world,
         section_names=(),
         stragglers=(),
+        is_measuring=False,
     )
 
 

@@ -24,14 +24,14 @@ def add_step(make_state, log_step):
     return add
 
 
-def test_losses_of_any_shape_and_type_are_summed_in_float32(add_step):
+def test_losses_of_any_shape_and_type_are_summed_in_float64(add_step):
     totals = {}
     add_step(totals, {"a": torch.tensor(1.5), "b": torch.tensor([2.0], dtype=torch.bfloat16)})
     add_step(totals, {"a": torch.tensor([[0.5]]), "b": torch.tensor(4, dtype=torch.int64)})
     add_step(totals, {"a": 3.0})
     assert totals["a"].tolist() == [5.0]
     assert totals["b"].tolist() == [6.0]
-    assert {totals[key].dtype for key in "ab"} == {torch.float32}
+    assert {totals[key].dtype for key in "ab"} == {torch.float64}
 
 
 def test_the_loss_that_was_handed_over_is_never_changed(add_step):

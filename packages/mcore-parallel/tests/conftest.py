@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mcore.parallel.process_groups import clear_default_process_groups
 from mcore.parallel.rng import shared
 from mcore.parallel.torch_compat import can_order_ranks
-from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 
 def pytest_configure(config: pytest.Config) -> None:

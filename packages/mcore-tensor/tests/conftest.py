@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from standin.plugin import accelerator_fixture, device_fixture  # noqa: F401
+from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -41,8 +41,8 @@ from mcore.parallel.checkpoint import (
 from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
-    FileRecord,
     Piece,
+    StoredKey,
     encode_manifest,
 )
 from mcore.parallel.tensor_memory import memory_of
@@ -145,7 +145,7 @@ def _compare_manifest() -> Row:
 
 
 def _write_large_manifest(root: Path) -> None:
-    whole = ("bfloat16", (8 * _PIECES_A_KEY, 1024))
+    whole = StoredKey(torch.bfloat16, (8 * _PIECES_A_KEY, 1024), ())
     keys = {f"layer.{i}": whole for i in range(_NUM_PIECES // _PIECES_A_KEY)}
     files, span = {}, 17_216
     for rank in range(_PIECES_A_KEY):
@@ -154,7 +154,7 @@ def _write_large_manifest(root: Path) -> None:
             (key, Piece(name, at * span, span, span, f"{at:016x}", 704, start, (8, 1024)))
             for at, key in enumerate(keys)
         ]
-        files[name] = FileRecord(len(pieces) * span, pieces)
+        files[name] = pieces
     (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 

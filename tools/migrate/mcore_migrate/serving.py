@@ -14,9 +14,9 @@ from typing import Any
 
 from .table import Home, read_table
 
-# Their results differ on purpose. They are served only if they are asked for by name.
+# Their results differ on purpose. They are served only by name.
 DIFFERENT = {
-    "local_multi_tensor_applier": "it calls the two functions below",
+    "local_multi_tensor_applier": "its functions below are Megatron's as well",
     "local_multi_tensor_l2_norm": "the norm is exact, so clipping differs in the last bit",
     "local_multi_tensor_scale": "it multiplies in float32, so clipping differs in the last bit",
     "StragglerDetector": "its controller changes with POST only and listens on loopback",
@@ -47,12 +47,12 @@ class Served:
 class Serving:
     """An import hook that puts mcore's names into Megatron's modules after they have run.
 
-    At the first import of a module, before others copy names from it. Names of packages that are
-    not installed stay Megatron's. After ``initialize_model_parallel`` its groups are the default
-    ``ProcessGroups``, and the experimental flag of Megatron sets mcore's.
+    This happens at the first import of a module, before others copy names from it. Names of
+    packages that are not installed stay Megatron's. After ``initialize_model_parallel`` its groups
+    are the default ``ProcessGroups``, and the experimental flag of Megatron sets mcore's.
 
     Args:
-        only: The names to serve. None means all but those whose results differ on purpose.
+        only: The names to serve. None means all but the names in ``DIFFERENT``.
         exclude: Names to leave.
 
     Raises:
@@ -117,7 +117,7 @@ class Serving:
 
     def _find_reason_to_leave(self, module: ModuleType, home: Home) -> str:
         if home.name in self.exclude or (self.only is not None and home.name not in self.only):
-            return "it is left as asked"
+            return "the options leave it"
         if self.only is None and home.name in DIFFERENT:
             return DIFFERENT[home.name]
         if not hasattr(module, home.name):
@@ -145,7 +145,7 @@ class Serving:
         self._replace(module, name, call)
 
     def _adapt(self, name: str, ours: Any) -> Any:
-        """The object itself, or one whose sharded entries are those of Megatron's checkpoints."""
+        """The object itself, or its form with the sharded entries of Megatron's checkpoints."""
         if name in _BUILDERS:
             return _convert_result(ours)
         if isinstance(ours, type) and hasattr(ours, "sharded_state_dict"):
@@ -153,7 +153,7 @@ class Serving:
         return ours
 
     def _serve_class(self, ours: type) -> type:
-        """A subclass whose sharded state dict has Megatron's entries.
+        """A subclass with Megatron's entries in its sharded state dict.
 
         It also derives from the served classes of its bases, so ``isinstance`` holds among them.
         """
@@ -218,7 +218,7 @@ def _is_found(module: str) -> bool:
 
 
 def _convert_result(function: Any) -> Any:
-    """A function whose sharded entries are converted to Megatron's."""
+    """The function with its sharded entries converted to Megatron's."""
 
     @functools.wraps(function)
     def convert(*args: Any, **kwargs: Any) -> Any:

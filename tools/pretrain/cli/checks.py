@@ -185,10 +185,7 @@ def _check_graphs(settings: Settings) -> None:
             "cannot work with --fsdp, which gathers a layer's weights in hooks, which a graph "
             "does not replay",
         ),
-        (
-            settings.recompute,
-            "keeps the activations of its layers, but --recompute discards them",
-        ),
+        (settings.recompute, "keeps the activations of its layers, but --recompute discards them"),
     ):
         _refuse(settings.cuda_graph != "none" and is_given, f"{flag} {problem}")
 

@@ -41,13 +41,9 @@ def join(device: torch.device, timeout: datetime.timedelta) -> None:
         store.set_timeout(timeout)
     name = _agree_on_name(store, rank, world_size, timeout.total_seconds())
     dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=PrefixStore(name, store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+        dist.get_default_backend_for_device(device), store=PrefixStore(name, store), rank=rank,
+        world_size=world_size, timeout=timeout, device_id=None if device.type == "cpu" else device,
+    )  # fmt: skip
 
 
 def _agree_on_name(store: Store, rank: int, world_size: int, timeout_s: float) -> str:

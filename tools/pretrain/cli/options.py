@@ -22,6 +22,7 @@ _ONLY_WITH = {
     "packed": ("document_multiple",),
     "data": ("field", "data_cache"),
 }
+_STARTS = ("device", "run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -49,9 +50,10 @@ class Request:
     """One start of the job: the settings and where it reads and writes."""
 
     settings: Settings
-    run_dir: Path | None
-    resume: Path | None
-    runs_dir: Path
+    run_dir: Path | None = None
+    resume: Path | None = None
+    runs_dir: Path = Path("runs")
+    device: str = ""  # torch's accelerator, or the CPU
     stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
     by_itself: bool = False  # resumed automatically, without --resume
     trust_run: bool = False
@@ -70,17 +72,15 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line. The result contains only the options that were given."""
     parser = Parser(
-        prog="pretrain",
-        usage="pretrain [options]",
+        prog="pretrain", usage="pretrain [options]",
         description="Train a small GPT on the bytes of Python's standard library, or on --data.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument(
         "--ranks", type=int, help="ranks to start here (default: tp * cp * pp * dp)"
     )
+    parser.add_argument("--device", choices=("standin",), help="an accelerator for tests")
     parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
@@ -100,11 +100,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "folder). A password is safer in MLFLOW_TRACKING_PASSWORD",
     )
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
+        "--config", type=Path, metavar="FILE",
         help="settings from a TOML file or a run's config.json; options override them",
-    )
+    )  # fmt: skip
     group = parser.add_argument_group()
     for field in dataclasses.fields(Settings):
         if field.name in _GROUPS:
@@ -138,14 +136,10 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     ranks = options.pop("ranks", None)
     if ranks is not None and ranks < 1:
         raise UsageError(f"--ranks must be at least 1, got {ranks}")
-    resume = options.pop("resume", None)
-    run_dir = options.pop("run_dir", None)
     options.pop("auto_resume", None)
-    by_itself = options.pop("by_itself", False)
-    trust_run = options.pop("trust_run", False)
-    runs_dir = options.pop("runs_dir", Path("runs"))
-    mlflow_uri = options.pop("mlflow_uri", None)
-    if resume is not None and run_dir is not None:
+    start = {name: options.pop(name) for name in _STARTS if name in options}
+    resume = start.get("resume")
+    if resume is not None and "run_dir" in start:
         raise UsageError("--resume continues in the folder of the run: remove --run-dir")
     if (config := options.pop("config", None)) is not None:
         options = {**read_config(config), **options}
@@ -160,21 +154,14 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     if not base:
         _refuse_unused(options, settings)
     check(settings, world_size if world_size is not None else ranks)
-    if mlflow_uri is not None and not settings.mlflow:
+    if "mlflow_uri" in start and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
     before: dict[str, Any] = {**_read_layout(base), **({"vpp": base["vpp"]} if base else {})}
     stored = dataclasses.replace(settings, **before).layout
     return Request(
-        settings=settings,
-        run_dir=run_dir,
-        resume=resume,
-        runs_dir=runs_dir,
-        stored_layout="" if stored == settings.layout else stored,
-        by_itself=by_itself,
-        trust_run=trust_run,
-        names_text="data" in base and "data" not in given,
-        mlflow_uri=mlflow_uri,
-    )
+        settings=settings, stored_layout="" if stored == settings.layout else stored,
+        names_text="data" in base and "data" not in given, **start,
+    )  # fmt: skip
 
 
 def _add_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

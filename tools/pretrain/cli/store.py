@@ -23,12 +23,9 @@ def main(arguments: list[str]) -> None:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, int(port)), family=family)
     store = TCPStore(
-        host,
-        listening.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
+        host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
         master_listen_fd=listening.detach(),
-    )
+    )  # fmt: skip
     print(store.port, flush=True)
     threading.Event().wait()
 

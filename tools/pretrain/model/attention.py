@@ -50,11 +50,7 @@ class SelfAttention(MegatronModule):
             config, init, f"{name}.qkv", (hidden, 3 * hidden), weight_init=inner_init(config)
         )
         self.projection = RowParallelLinear(
-            config,
-            init,
-            f"{name}.projection",
-            (hidden, hidden),
-            weight_init=output_init(config),
+            config, init, f"{name}.projection", (hidden, hidden), weight_init=output_init(config)
         )
 
     def forward(
@@ -75,11 +71,7 @@ class SelfAttention(MegatronModule):
         return projected
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         with stream_for(differs_over_tp=dropout > 0):  # heads differ over tp

@@ -43,17 +43,12 @@ def transformer_config(settings: Settings) -> ModelConfig:
             "moe_z_loss_coeff": settings.z_loss,
         }
     return ModelConfig(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        num_attention_heads=settings.num_attention_heads,
-        tensor_model_parallel_size=settings.tp,
+        num_layers=settings.num_layers, hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads, tensor_model_parallel_size=settings.tp,
         pipeline_model_parallel_size=settings.pp,
         virtual_pipeline_model_parallel_size=settings.vpp if settings.vpp > 1 else None,
-        context_parallel_size=settings.cp,
-        sequence_parallel=settings.sequence_parallel,
-        cuda_graph_impl=settings.cuda_graph,
-        bf16=settings.bf16,
+        context_parallel_size=settings.cp, sequence_parallel=settings.sequence_parallel,
+        cuda_graph_impl=settings.cuda_graph, bf16=settings.bf16,
         params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
-        mtp_num_layers=settings.mtp or None,
-        **experts,
-    )
+        mtp_num_layers=settings.mtp or None, **experts,
+    )  # fmt: skip

@@ -122,11 +122,9 @@ class ExpertFeedForward(MegatronModule):
         by_expert = numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
         results = self.experts(arrived[by_expert], coming.sum(dim=0).tolist())
         back = all_to_all(
-            results[by_expert.argsort()],
-            ep_group,
-            output_split_sizes=sent,
+            results[by_expert.argsort()], ep_group, output_split_sizes=sent,
             input_split_sizes=received,
-        )
+        )  # fmt: skip
         return back[to_expert.argsort()].view(*chosen.shape, -1)
 
 

@@ -49,11 +49,7 @@ class FeedForward(MegatronModule):
             config, init, f"{name}.widen", (hidden, inner), weight_init=inner_init(config)
         )
         self.narrow = RowParallelLinear(
-            config,
-            init,
-            f"{name}.narrow",
-            (inner, hidden),
-            weight_init=output_init(config),
+            config, init, f"{name}.narrow", (inner, hidden), weight_init=output_init(config)
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,9 @@ def objective_of(settings: Settings) -> Objective:
     losses = functools.partial(_compute_token_losses, vocabulary_size=settings.vocabulary_size)
     kind = "token" if settings.tokenizer_digest else "byte"
     return Objective(
-        loss_name="lm loss",
-        unit=f"nats per {kind}",
-        digits=3,
-        description=f"the next {kind}",
-        is_likelihood=True,
-        with_labels=lambda batch: batch,
-        losses=losses,
-    )
+        loss_name="lm loss", unit=f"nats per {kind}", digits=3, description=f"the next {kind}",
+        is_likelihood=True, with_labels=lambda batch: batch, losses=losses,
+    )  # fmt: skip
 
 
 def _add_columns(batch: Batch) -> Batch:

@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore.modules import (
-    TransformerConfig,
-    init_method_normal,
-    scaled_init_method_normal,
-)
+from mcore.modules import TransformerConfig, init_method_normal, scaled_init_method_normal
 from mcore.parallel import (
     ProcessGroups,
     get_cuda_rng_tracker,
@@ -96,14 +92,9 @@ def seed_streams(
     own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp") + _PIPELINE_STRIDE * groups.rank("pp")
     torch.manual_seed(own)
     model_parallel_cuda_manual_seed(
-        own,
-        use_cudagraphable_rng=for_graphs,
-        force_reset_rng=True,
-        tp_rank=groups.rank("tp"),
-        ep_rank=groups.rank("ep"),
-        etp_rank=groups.rank("expt_tp"),
-        device=device,
-    )
+        own, use_cudagraphable_rng=for_graphs, force_reset_rng=True, tp_rank=groups.rank("tp"),
+        ep_rank=groups.rank("ep"), etp_rank=groups.rank("expt_tp"), device=device,
+    )  # fmt: skip
 
 
 def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:

@@ -58,11 +58,7 @@ class Router(MegatronModule):
         return gates, chosen
 
     def _attach_losses(
-        self,
-        gates: torch.Tensor,
-        logits: torch.Tensor,
-        shares: torch.Tensor,
-        chosen: torch.Tensor,
+        self, gates: torch.Tensor, logits: torch.Tensor, shares: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
         config = self.config
         per_sequence = "seq_aux_loss" in config.moe_router_load_balancing_type
@@ -83,13 +79,9 @@ class Router(MegatronModule):
     def _record(self, values: dict[str, torch.Tensor]) -> None:
         for name, value in values.items():
             get_moe_metrics_tracker().record(
-                name,
-                value,
-                self.number + 1,
-                self.config.num_blocks,
-                avg_group=self.groups.dp_cp,
+                name, value, self.number + 1, self.config.num_blocks, avg_group=self.groups.dp_cp,
                 needs_dp_avg=False,
-            )
+            )  # fmt: skip
 
 
 def choose(shares: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

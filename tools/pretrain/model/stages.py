@@ -119,14 +119,9 @@ def log_stages(model: torch.nn.Module, groups: ProcessGroups) -> None:
     logger.propagate = False
     stages = [chunk.stage for chunk in unwrap_model(chunks_of(model))]
     log_on_each_pipeline_stage(
-        logger,
-        logging.INFO,
-        "stage %d of %d     %s, about %.2f M parameters",
-        groups.rank("pp") + 1,
-        groups.size("pp"),
-        "; ".join(stage.description for stage in stages),
+        logger, logging.INFO, "stage %d of %d     %s, about %.2f M parameters",
+        groups.rank("pp") + 1, groups.size("pp"), "; ".join(stage.description for stage in stages),
         groups.size("tp") * sum(param.numel() for param in model.parameters()) / 1e6,
-        tp_group=groups.tp,
-        dp_cp_group=groups.dp_cp,
-    )
+        tp_group=groups.tp, dp_cp_group=groups.dp_cp,
+    )  # fmt: skip
     logger.removeHandler(handler)

@@ -52,13 +52,9 @@ class TensorParallelModule(MegatronModule):
     ) -> dict[str, Any]:
         """Describe each slice by its place in the whole tensor."""
         sharded = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            self.shard_axes,
-            tuple(sharded_offsets),
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
+            self.state_dict(keep_vars=True), prefix, self.shard_axes, tuple(sharded_offsets),
+            tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
         for name in self.padded:
             sharded[prefix + name].allow_shape_mismatch = True
         return dict(sharded)

@@ -42,12 +42,8 @@ class TrainingOptimizer(Protocol):
         """Scale the gradients to a global norm of at most ``limit``. Returns the norm before."""
         ...
 
-    def step(self, learning_rate: float) -> None:
-        """Update the parameters."""
-        ...
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of this step."""
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the parameters if ``norm`` is finite, and discard the gradients. Never waits."""
         ...
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
@@ -85,11 +81,13 @@ class AdamW:
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(updates)
 
-    def step(self, learning_rate: float) -> None:
-        """Update the weights from their gradients."""
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the weights if the norm is finite, as the device decides. Discard gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+        vars(self._adamw)["found_inf"] = norm.isfinite().logical_not_().float()
         self._adamw.step()
+        self._adamw.zero_grad()
 
     def moments(self, weight: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each moment of a weight."""
@@ -155,9 +153,7 @@ def clip_to_norm(
 
 
 def _reduce_square(
-    gradients: list[torch.Tensor],
-    flag: torch.Tensor,
-    groups: Iterable[dist.ProcessGroup | None],
+    gradients: list[torch.Tensor], flag: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]
 ) -> torch.Tensor:
     """The squared norm ``[1]`` of gradients that are sharded over the groups."""
     norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [gradients], False)

@@ -47,14 +47,9 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     if outer == 1:
         return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
     return FSDPDistributedIndex(
-        mesh,
-        _SHARD,
-        _OUTER,
-        _TP,
-        hybrid_fsdp_group=groups.dp_cp,
-        expt_device_mesh=experts,
+        mesh, _SHARD, _OUTER, _TP, hybrid_fsdp_group=groups.dp_cp, expt_device_mesh=experts,
         hybrid_fsdp_expt_group=groups.expt_dp,
-    )
+    )  # fmt: skip
 
 
 def _split_dimension(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:
@@ -159,15 +154,9 @@ class FullyShardedOptimizer:
             ],
         )
 
-    def step(self, learning_rate: float) -> None:
-        """Update the shards."""
-        self.adamw.step(learning_rate)
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of this step."""
-        for param in self.params:
-            param.grad = None
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the shards if the norm is finite."""
+        self.adamw.step(learning_rate, norm)
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Moments, sharded like their parameters.

@@ -115,26 +115,17 @@ class MainWeightOptimizer:
         """
         gradients = [(main, main.grad) for main in self.main if main.grad is not None]
         return clip_to_norm(
-            gradients,
-            limit,
-            tp_group=self.groups.tp,
-            shard_groups=[self.groups.pp],
+            gradients, limit, tp_group=self.groups.tp, shard_groups=[self.groups.pp],
             expert_groups=[self.groups.tp_ep_pp],
-        )
+        )  # fmt: skip
 
-    def step(self, learning_rate: float) -> None:
-        """Update the main weights and copy them into the model."""
-        self.adamw.step(learning_rate)
+    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
+        """Update the main weights if the norm is finite, and copy them into the model."""
+        self.adamw.step(learning_rate, norm)
         with torch.no_grad():
             for param, main in zip(self.params, self.main, strict=True):
                 if param is not main:
                     param.copy_(main)
-        self.drop_gradients()
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of this step."""
-        for main in self.main:
-            main.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Main weights and moments, sharded like their parameters."""

@@ -29,11 +29,9 @@ class PipelineSteps(Steps):
         super().__init__(*args, **kwargs)
         self.chunks = chunks_of(self.model)
         self.pipeline = Pipeline(
-            self.groups,
-            chunks=len(self.chunks),
-            device=self.device,
+            self.groups, chunks=len(self.chunks), device=self.device,
             timeout_s=self.settings.timeout_s,
-        )
+        )  # fmt: skip
         self.head: GPT | None = None
         last = unwrap_model(self.chunks)[-1]
         if self.settings.defer_embedding_wgrad and last.stage.is_last:
@@ -89,10 +87,7 @@ class _Work:
         with steps.ranges.forward():
             output: torch.Tensor
             output = steps.chunks[chunk](
-                drawn["tokens"],
-                drawn["position_ids"],
-                hidden,
-                cu_seqlens=drawn.get("cu_seqlens"),
+                drawn["tokens"], drawn["position_ids"], hidden, cu_seqlens=drawn.get("cu_seqlens")
             )
             if steps.pipeline.is_last(chunk):
                 output = steps._average_loss(output, drawn)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from mcore.modules import MegatronModule
@@ -17,6 +14,7 @@ from mcore.parallel import (
     logical_and_across_model_parallel_group,
 )
 from mcore.parallel.checkpoint import SaveHandle, keep_last, remove_incomplete
+from pretrain.corpus import run_on_all
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run_folder import RunFolder
@@ -102,18 +100,19 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
     )
 
 
-def write_config(
-    settings: Settings, folder: RunFolder, text_checksum: int, device: torch.device
-) -> None:
-    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it."""
-    refused = torch.zeros((), dtype=torch.int64, device=device)
-    if dist.get_rank() == 0:
+def write_config(settings: Settings, folder: RunFolder, text_checksum: int) -> None:
+    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it.
+
+    One all-gather over the world.
+    """
+
+    def write() -> None:
         facts = [("corpus_crc32", text_checksum), ("started_with", surroundings())]
         try:
             write_settings(settings, folder.path, facts)
         except OSError as error:
-            refused.fill_(error.errno or errno.EIO)
-    dist.broadcast(refused, src=0)
-    if refused:
-        why = os.strerror(int(refused.item()))
-        raise UsageError(f"cannot write config.json in {folder.path}: {why}")
+            problem = f"cannot write config.json in {folder.path}: {error.strerror}"
+            raise UsageError(problem) from None
+
+    world = dist.group.WORLD
+    run_on_all(write if dist.get_rank() == 0 else lambda: None, world)  # type: ignore[arg-type]

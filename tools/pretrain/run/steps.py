@@ -13,7 +13,7 @@ from pretrain.corpus import Corpus
 from pretrain.model.mtp import loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
-from pretrain.packing import part_of_batch
+from pretrain.packing import copy_without_wait, part_of_batch
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain.windows import Batch
@@ -54,19 +54,13 @@ class Steps:
         self._share_over_stages(mean_loss)
         norm = self.optimizer.clip_gradients(settings.clip_grad)
         rate = learning_rate_at(
-            step,
-            peak=settings.lr,
-            final=settings.min_lr,
-            warmup_iters=settings.warmup_iters,
+            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
             train_iters=settings.train_iters,
-        )
-        skipped = not bool(norm.isfinite())
-        if skipped:
-            self.optimizer.drop_gradients()
-        else:
-            with self.ranges.optimizer():
-                self.optimizer.step(rate)
-        return mean_loss, norm, rate, skipped
+        )  # fmt: skip
+        with self.ranges.optimizer():
+            self.optimizer.step(rate, norm)
+        # The host waits here for the first time, when the device has the work of the whole step.
+        return mean_loss, norm, rate, not bool(norm.isfinite())
 
     def _forward_and_backward(self, step: int) -> torch.Tensor:
         """Accumulate the gradients of all micro-batches of this rank. Returns the sum of losses."""
@@ -126,7 +120,11 @@ class Steps:
         if self.settings.mtp:
             batch = with_labels_ahead(batch)
         local = part_of_batch(batch, self.groups.cp)
-        return {name: tensor.to(self.device) for name, tensor in local.items()}
+        return {
+            # The host reads the borders of documents. The rest is copied while it goes on.
+            name: tensor if name == "cu_seqlens" else copy_without_wait(tensor, self.device)
+            for name, tensor in local.items()
+        }
 
     def _compute_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         looks_ahead = self.settings.mtp > 0 and self.model.training

@@ -86,7 +86,7 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    write_config(settings, folder, corpus.checksum, device)
+    write_config(settings, folder, corpus.checksum)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting

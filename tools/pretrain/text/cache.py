@@ -9,7 +9,6 @@ import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,32 +23,28 @@ from pretrain.text.tokenizer import Tokenizer, open_tokenizer
 from pretrain.usage import UsageError
 
 _FORMAT = 2
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
 _KINDS = ("<u1", "<u2", "<u4")  # little-endian integers
 _BATCH_BYTES = 8 << 20
 _Piece = tuple[Path, bytes, int]
 
 
-@dataclass(frozen=True)
 class TokenCache:
-    """The cache of one text and tokenizer: three files. ``KEY.json`` is written last."""
+    """The cache of one text and tokenizer: three files in a folder.
 
-    folder: Path
-    key: str
+    Attributes:
+        folder: the folder.
+        key: identifies text and tokenizer.
+        tokens: the tokens as integers.
+        borders: the start of each document, and the end of the last document.
+        facts: type, number and checksum of the tokens. Written last.
+    """
 
-    @property
-    def tokens(self) -> Path:
-        """The tokens as integers."""
-        return self.folder / f"{self.key}.bin"
-
-    @property
-    def borders(self) -> Path:
-        """The start of each document, and the end of the last document."""
-        return self.folder / f"{self.key}.borders"
-
-    @property
-    def facts(self) -> Path:
-        """Type, number and checksum of the tokens."""
-        return self.folder / f"{self.key}.json"
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.tokens = folder / f"{key}.bin"
+        self.borders = folder / f"{key}.borders"
+        self.facts = folder / f"{key}.json"
 
 
 def find_cache(settings: Settings, run_dir: Path) -> TokenCache:
@@ -157,7 +152,7 @@ def open_cache(cache: TokenCache) -> tuple[NDArray[Any], int]:
         if cache.tokens.stat().st_size != count * np.dtype(kind).itemsize:
             raise ValueError(f"{count} tokens of type {kind} were written")
         return np.memmap(cache.tokens, kind, "r", shape=(count,)), checksum
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise _make_damage_error(cache, error) from None
 
 
@@ -169,7 +164,7 @@ def read_borders(cache: TokenCache) -> NDArray[Any]:
         if not len(borders) or borders[0] or borders[-1] != count or (np.diff(borders) < 0).any():
             raise ValueError("its documents do not end with the tokens")
         return borders
-    except (OSError, ValueError) as error:
+    except _DAMAGED as error:
         part = f"documents of the token cache {cache.borders}"
         raise _make_damage_error(cache, error, part) from None
 

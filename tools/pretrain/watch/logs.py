@@ -73,12 +73,9 @@ def is_writer() -> bool:
 def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
     """A progress bar on the last rank. Hidden unless standard error is a terminal."""
     return tqdm(
-        total=settings.train_iters,
-        initial=done,
-        unit="step",
-        dynamic_ncols=True,
+        total=settings.train_iters, initial=done, unit="step", dynamic_ncols=True,
         disable=settings.quiet or not (is_writer() and sys.stderr.isatty()),
-    )
+    )  # fmt: skip
 
 
 def above_the_bar() -> AbstractContextManager[None]:

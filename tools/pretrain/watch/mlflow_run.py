@@ -69,9 +69,7 @@ class JobRun:
         self.logger.open_in_background()
 
     def _connect(
-        self,
-        opening: Callable[[Callable[[], bool]], MlflowConnection],
-        is_ours: Callable[[], bool],
+        self, opening: Callable[[Callable[[], bool]], MlflowConnection], is_ours: Callable[[], bool]
     ) -> MlflowConnection:
         try:
             connection = opening(is_ours)
@@ -150,13 +148,9 @@ def _open(
         place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
         client.create_experiment(_EXPERIMENT, artifact_location=place)
     run = open_mlflow(
-        _EXPERIMENT,
-        folder.path.absolute().name,
-        tracking_uri=target.uri,
-        params=None if run_id else config_params(settings),
-        run_id=run_id,
-        only_new_steps=True,
-    )
+        _EXPERIMENT, folder.path.absolute().name, tracking_uri=target.uri,
+        params=None if run_id else config_params(settings), run_id=run_id, only_new_steps=True,
+    )  # fmt: skip
     _check_ours(is_ours)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")

@@ -227,13 +227,10 @@ class StragglerWatch:
         if rank == 0:
             attempt(self._write_lines, f"write {self._folder.straggler_log}")
         self.detector.configure(
-            dist.get_world_size(),
-            rank,
-            port=settings.straggler_port,
-            enabled=True,
-            device=device,
+            dist.get_world_size(), rank, port=settings.straggler_port, enabled=True, device=device,
             sections=SECTIONS,
-        )
+            peers=f"stage {rank // (settings.world_size // settings.pp)}",
+        )  # fmt: skip
         if self.detector.controller_error is not None:
             print(
                 f"straggler detector: port {settings.straggler_port} cannot be used "

@@ -24,11 +24,7 @@ from pretrain.watch.straggler import StragglerWatch
 
 
 def opening_lines(
-    settings: Settings,
-    num_parameters: int,
-    corpus: Corpus,
-    device: torch.device,
-    folder: RunFolder,
+    settings: Settings, num_parameters: int, corpus: Corpus, device: torch.device, folder: RunFolder
 ) -> list[str]:
     """The opening lines: model, layout, data, device and folder."""
     ep = experts = ""

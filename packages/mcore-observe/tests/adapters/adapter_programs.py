@@ -338,6 +338,54 @@ def pl_ranks(folder):
     }
 
 
+class Values(Module):
+    """Logs values in every way that Lightning has."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("synced", loss, on_epoch=True, sync_dist=True)
+        self.log("of rank 0", float(index), rank_zero_only=True)
+        if self.trainer.is_global_zero:
+            self.logger.log_metrics({"by hand": float(index)}, step=self.global_step)
+            for logger in self.trainer.loggers[1:]:
+                logger.log_metrics({"by hand": float(index)}, step=self.global_step)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("at the end", float(self.current_epoch))
+
+    test_step = Module.log_test
+
+
+def pl_values(folder, strategy="auto"):
+    """Fit and test with Lightning's CSVLogger, to which the callback adds its own logger."""
+    name = f"pl_values{rank() if strategy == 'ddp' else ''}"
+    root = folder / f"pl_values_{strategy}"
+    kept = Kept(folder / f"{name}.status")
+    callback = for_lightning.ObserveCallback(root / "run", log_every=1, sinks=[kept])
+    csv = pl.loggers.CSVLogger(root / "csv", name="", version="")
+    trainer = pl.Trainer(
+        max_epochs=2,
+        limit_train_batches=3,
+        limit_val_batches=2,
+        callbacks=[callback, pl.callbacks.LearningRateMonitor("step")],
+        logger=csv,
+        log_every_n_steps=1,
+        strategy=strategy,
+        devices=2 if strategy == "ddp" else 1,
+        **QUICK,
+    )
+    trainer.fit(Values(), loader(24), loader(8))
+    trainer.test(Values(), loader(8), verbose=False)
+    return {"steps": kept.steps}
+
+
+def pl_values_ranks(folder):
+    """The same on two ranks."""
+    return pl_values(folder, "ddp")
+
+
 def titan_log(folder):
     """Have a real processor log, twice; only what reads the memory of a GPU is replaced."""
     import torchtitan.components.metrics as metrics
@@ -365,6 +413,8 @@ def titan_log(folder):
             processor.ntokens_since_last_log += 64
             processor.data_loading_times.append(0.001)
             model(torch.ones(2, 4))
+            if step in (3, 5):  # a validation between two lines, also before the first one
+                processor.log_validation(float(step), step)
             if processor.should_log(step):
                 more = {"n_tokens_seen": 64 * step, "lr": 1e-3}
                 processor.log(step, 10.0 + first / step, 3.0, 1.5, more)
@@ -392,7 +442,7 @@ def titan_log(folder):
 
 SCENARIOS = {
     hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2,
-    pl_fit: 1, pl_fails: 1, pl_ranks: 2, titan_log: 2,
+    pl_fit: 1, pl_fails: 1, pl_ranks: 2, pl_values: 1, pl_values_ranks: 2, titan_log: 2,
 }  # fmt: skip
 
 

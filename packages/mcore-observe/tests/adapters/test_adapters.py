@@ -1,5 +1,6 @@
 """Trainers of transformers, Lightning and torchtitan log their runs: see ``adapter_programs``."""
 
+import csv
 import importlib
 import json
 import subprocess
@@ -21,7 +22,7 @@ pytestmark = [
 def ran(tmp_path_factory):
     """The folder in which all programs have run."""
     folder = tmp_path_factory.mktemp("adapters")
-    ports = [str(port) for port in {free_port() for _ in range(40)}][:8]
+    ports = [str(port) for port in {free_port() for _ in range(40)}][:10]
     program = Path(__file__).with_name("adapter_programs.py")
     done = subprocess.run(
         [sys.executable, str(program), str(folder), *ports],
@@ -100,11 +101,12 @@ def test_training_that_fails_is_told_to_the_sinks_even_if_the_program_goes_on(ra
 @pytest.mark.parametrize(("name", "samples"), [("hf_ranks", 136), ("pl_ranks", 68)])
 def test_of_two_ranks_the_last_one_writes_and_the_slow_one_shows(ran, name, samples):
     first, last = (result(ran, f"{name}.{rank}") for rank in range(2))
-    assert not lines(ran, f"{name}.0")
-    assert first["steps"] == {}
-    (line,) = lines(ran, f"{name}.1")
+    writer = 0 if name == "pl_ranks" else 1  # Lightning's loggers write on rank 0
+    assert not lines(ran, f"{name}.{1 - writer}")
+    assert (first, last)[1 - writer]["steps"] == {}
+    (line,) = lines(ran, f"{name}.{writer}")
     assert int(line["consumed samples"]) == first["consumed"] == last["consumed"] == samples
-    at_the_end = last["steps"]["17"]
+    at_the_end = (first, last)[writer]["steps"]["17"]
     assert at_the_end["samples vs steps"] == samples
     mean = (first["losses"][-1] + last["losses"][-1]) / 2
     assert at_the_end["loss"] == pytest.approx(mean)
@@ -144,13 +146,38 @@ def test_lightning_continues_a_run_from_a_checkpoint(ran):
         1: 4, 2: 8, 3: 12, 4: 16, 5: 20,
     }  # fmt: skip
     assert found["consumed"] == 20
-    assert found["folders"] == ["checkpoints", "metrics.jsonl"]
+    assert found["folders"] == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert Run.read(ran / "pl_run").settings["trainer.rate"] == "0.1"
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("pl_values", "auto"), ("pl_values_ranks", "ddp")])
+def test_lightning_values_are_those_of_its_own_logger(ran, name, strategy):
+    """Steps count from 1, except in a test after the end, which has the last step."""
+    steps = {int(at): values for at, values in result(ran, f"{name}.0")["steps"].items()}
+    found = set()
+    with (ran / f"pl_values_{strategy}" / "csv" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            step = int(row.pop("step")) + (row["test_loss"] == "")
+            for key, text in row.items():
+                if text and key != "epoch":
+                    assert steps[step][key] == pytest.approx(float(text)), (step, key)
+                    found.add(key)
+    assert found >= {
+        *("train_loss", "both_step", "both_epoch", "synced_epoch", "of rank 0", "by hand"),
+        *("at the end", "val_loss", "test_loss", "lr-SGD"),
+    }
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert [step for step in steps if "both_epoch" in steps[step]] == [3, 6]
+    rates = [values["learning-rate"] for values in steps.values()]
+    assert rates == [values["lr-SGD"] for values in steps.values()]
+    if strategy == "ddp":
+        assert result(ran, f"{name}.1")["steps"] == {}
 
 
 def test_torchtitan_logs_what_its_processor_measures(ran):
     first, last = (result(ran, f"titan_log.{rank}") for rank in range(2))
     assert first["1"]["steps"] == first["5"]["steps"] == {}
-    assert list(last["1"]["steps"]) == ["1", "2", "4", "6"]
+    assert list(last["1"]["steps"]) == ["1", "2", "3", "4", "5", "6"]
     step = last["1"]["steps"]["4"]
     names = ("loss", "learning-rate", "grad-norm", "samples vs steps", "n_tokens_seen")
     assert [step[name] for name in names] == [10.25, 1e-3, 1.5, 16, 256]
@@ -159,6 +186,12 @@ def test_torchtitan_logs_what_its_processor_measures(ran):
     odd = {int(s): (v.get("loss"), v.get("samples vs steps")) for s, v in last["1"]["odd"].items()}
     assert odd == {0: (None, None), 1: (1.0, 4), 2: (2.0, 8), 4: (4.0, 10), 3: (3.0, 12)}
     run = Run.read(ran / "titan")
+    assert run.curves["validation_metrics/loss"] == {3: 3.0, 5: 5.0, 6: 1.0, 8: 1.0}
+    sizes = {
+        line["consumed samples"].strip(): line["global batch size"]
+        for line in lines(ran, "titan_log.1")
+    }
+    assert {int(size) for size in sizes.values()} >= {4}
     # The run that goes on from step 4 logs step 6 again.
     assert run.curves["loss"] == pytest.approx({1: 11, 2: 10.5, 4: 10.25, 6: 10 + 5 / 6, 8: 10.625})
     assert run.curves["samples vs steps"] == {1: 4, 2: 8, 4: 16, 6: 24, 8: 32}

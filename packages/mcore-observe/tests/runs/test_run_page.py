@@ -87,10 +87,10 @@ def test_data_of_a_run_from_its_files(tmp_path):
     [run] = data["runs"]
     assert run["settings"] == {"lr": "0.1", "api_key": "***", "corpus_crc32": "7"}
     assert (run["steps"], run["began"], run["seconds"]) == ([1, 6], 1000.5, 3.0)
-    assert run["figures"] == [("lm loss", 1.0, "last; least 1")]
+    assert run["figures"] == [("lm loss", 1.0, "last; least 1; NaN at 1 of 5 steps")]
     assert data["constants"] == {"batch-size": [8.0]}
     loss, far, odd = data["charts"]
-    assert far["curves"] == [{"run": 0, "x": [6], "y": [None], "t": [None]}]
+    assert far["curves"] == [{"run": 0, "x": [6], "y": [None], "nan": 1, "t": [None]}]
     assert (loss["name"], loss["group"], loss["thinned"]) == ("lm loss", "Loss", False)
     [curve] = loss["curves"]
     assert curve["x"] == [1, 2, 3, 4, 5]

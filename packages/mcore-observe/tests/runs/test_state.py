@@ -52,7 +52,6 @@ def test_what_was_decided_stays_until_a_restart(tmp_path):
     assert state.tensorboard_logger is None
     state.reset_for_restart()
     assert state.tensorboard_logger is state.tensorboard_logger
-    state.tensorboard_logger.open()
     assert [path.name[:6] for path in tmp_path.glob("events*")] == ["events"]
     state.close()
 
@@ -156,7 +155,8 @@ def test_weights_and_biases_is_opened_with_masked_settings(monkeypatch):
     assert state.wandb_logger is state.wandb_logger
     state.wandb_logger.open()
     (options,) = calls
-    config = options.pop("config")
+    config, records = options.pop("config"), options.pop("settings")
+    assert (records["console"], records["x_disable_meta"]) == ("off", True)
     assert options.pop("id") == state.wandb_logger.run_id != ""
     assert options == {"project": "p", "name": "e", "dir": "d", "entity": None}
     assert config["logger.comet_api_key"] == "***"
@@ -203,6 +203,11 @@ def test_comet_is_opened_with_the_key_from_the_environment(monkeypatch):
             "auto_metric_logging": False,
             "auto_param_logging": False,
             "parse_args": False,
+            "log_code": False,
+            "log_git_patch": False,
+            "log_git_metadata": False,
+            "log_env_details": False,
+            "auto_output_logging": False,
         },
         ("name", "e"),
         ("tags", ["a"]),

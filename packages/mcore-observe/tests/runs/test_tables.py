@@ -4,10 +4,12 @@ import math
 import re
 
 import pytest
+import torch
 
-from mcore.observe import JsonlSink, Outlier
+from mcore.observe import JsonlSink, Outlier, RunLog
 from mcore.observe.__main__ import main
 from mcore.observe.runs import log_slow_ranks
+from mcore.observe.runs.run_page import page_data
 from mcore.observe.runs.tables import Run
 from mcore.observe.terminal import sparkline
 
@@ -30,21 +32,28 @@ def folders(tmp_path):
 def test_a_table_has_the_ends_and_extremes_of_every_metric(folders, capsys):
     assert main(["show", str(folders[0])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["metric", "steps", "first", "last", "least", "largest"]
-    assert re.split(r"  +", lines[1])[:6] == ["lm loss", "1-100", "100", "7", "1.01", "100"]
-    assert re.split(r"  +", lines[1])[6][0] == "█"
+    assert lines[0].split() == ["metric", "steps", "first", "last", "least", "largest", "NaN"]
+    assert re.split(r"  +", lines[1])[:7] == ["lm loss", "1-100", "100", "7", "1.01", "100", "1"]
+    assert re.split(r"  +", lines[1])[7][0] == "█"
     assert lines[3].startswith("only here")
 
 
 def test_two_runs_are_compared_at_the_last_step_of_both(folders, capsys):
     assert main(["compare", *map(str, folders), "--metric", "lm loss"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.split(r"  +", lines[1])[:5] == ["lm loss", "100", "7", "0.5", "-92.9%"]
+    assert re.split(r"  +", lines[1])[:5] == [
+        "lm loss",
+        "100",
+        "7 (1 NaN)",
+        "0.5 (1 NaN)",
+        "-92.9%",
+    ]
     assert len(lines) == 2
     again = [str(folders[0]), *map(str, folders)]
     assert main(["compare", *again, "--metric", "lm loss"]) == 0
     columns = re.split(r"  +", capsys.readouterr().out.splitlines()[1])
-    assert columns[:7] == ["lm loss", "100", "7", "7", "0.5", "+0.0%", "-92.9%"]
+    lost = [f"{value} (1 NaN)" for value in ("7", "7", "0.5")]
+    assert columns[:7] == ["lm loss", "100", *lost, "+0.0%", "-92.9%"]
     assert main(["show", str(folders[0]), "--html", str(folders[0] / "page.html")]) == 0
     assert (folders[0] / "page.html").read_text().startswith("<!doctype html>")
 
@@ -179,3 +188,34 @@ def test_names_of_a_run_do_not_reach_the_terminal_as_they_are(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all(line.isprintable() for line in errors)
+
+
+def test_nan_is_the_last_value_and_is_counted(tmp_path, capsys):
+    for name, losses in (("lost", [2.5, math.nan, math.nan]), ("gone", [math.nan] * 51)):
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        for step, loss in enumerate(losses, 1):
+            sink.log({"loss": loss, "lr": 1.0}, step)
+        sink.close()
+    assert main(["show", str(tmp_path / "lost")]) == 0
+    head, loss, rate = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["metric", "steps", "first", "last", "least", "largest", "NaN"]
+    assert loss[:7] == ["loss", "1-3", "2.5", "nan", "2.5", "2.5", "2"]
+    assert rate[6] == "0"
+    assert main(["compare", str(tmp_path / "lost"), str(tmp_path / "gone")]) == 0
+    assert "nan (2 NaN)  nan (51 NaN)" in capsys.readouterr().out
+    lost, gone = (Run.read(tmp_path / name) for name in ("lost", "gone"))
+    data = page_data([lost, gone])
+    (chart,) = (one for one in data["charts"] if one["name"] == "loss")
+    assert [curve["nan"] for curve in chart["curves"]] == [2, 51]
+    assert chart["curves"][0]["y"] == [2.5, None, None]
+    figures = [run["figures"][0] for run in data["runs"]]
+    assert figures[0] == ("loss", None, "last; least 2.5; NaN at 2 of 3 steps")
+    assert figures[1] == ("loss", None, "last; least nan; NaN at 51 of 51 steps")
+
+
+def test_a_large_loss_is_not_infinite(tmp_path, capsys):
+    with RunLog(tmp_path, log_every=2) as log:
+        for loss in (1e300, torch.tensor(3e300, dtype=torch.float64)):
+            log.log_step(loss)
+    assert " loss: 2.000000E+300 |" in capsys.readouterr().out
+    assert Run.read(tmp_path).curves["loss"] == {2: 3e300}

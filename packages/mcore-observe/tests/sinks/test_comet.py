@@ -60,6 +60,9 @@ def test_an_experiment_holds_its_settings_and_every_metric_with_its_step(tmp_pat
     assert experiment["project_name"] == "pretraining"
     assert {"a", "b"} <= set(experiment["tags"])
     assert "argument-of-the-program" not in text
+    assert "def train" not in text  # the source code
+    kinds = {message["type"] for message in messages}
+    assert kinds <= {"metric_msg", "parameter_msg", "log_other", "ws_msg"}
 
     def payloads(kind):
         return [m["payload"] for m in messages if m["type"] == kind]

@@ -468,7 +468,7 @@ def test_min_max_of_one_rank(detector):
 
 def test_slower_than_before_is_a_warning_also_without_a_throughput(detector, clock, caplog):
     configured(detector)
-    for ms in (10,) * 8 + (20,) * 3:
+    for ms in (10,) * 16 + (20,) * 3:
         clock.range(detector, ms)
         assert not detector.report(0.0, 1)
     [line] = [line for line in lines_of(caplog) if line.startswith("straggler:")]
@@ -480,12 +480,22 @@ def test_slower_than_before_is_a_warning_also_without_a_throughput(detector, clo
 def test_a_new_work_load_is_the_usual_one_after_a_while(detector, clock):
     configured(detector)
     scores = []
-    for ms in (10,) * 16 + (20,) * 16:
+    for ms in (10,) * 16 + (20,) * 24:
         clock.range(detector, ms)
         detector.report(1e12, 1)
         scores += detector.last_report.individual_scores["compute"]
-    assert scores == [1.0] * 16 + [0.5] * 15 + [1.0]
+    assert scores == [1.0] * 16 + [0.5] * 15 + [1.0] * 9
     assert detector.last_report.stragglers == ()
+
+
+def test_reports_without_times_are_a_warning(detector, caplog):
+    configured(detector, sample_every=1000)
+    for _ in range(80):
+        detector.report(0.0, 1)
+    [line] = [line for line in lines_of(caplog) if "no rank can be judged" in line]
+    assert "after 32 reports" in line
+    assert "sample_every" in line
+    assert detector.last_report.measuring
 
 
 class Worker:

@@ -59,8 +59,9 @@ def world_of_four():
     spend(detector, elapsed_ms)
     has_logged = detector.report(4.8e13, 10)
     report = detector.last_report.to_dict()
-    spend(detector, elapsed_ms)
-    detector.report(0.0, 10)
+    for _ in range(7):
+        spend(detector, elapsed_ms)
+        detector.report(0.0, 10)
     return has_logged, report, records.lines, detector.last_report.stragglers
 
 
@@ -96,7 +97,7 @@ def reacting(on_straggler):
     detector = configured(
         on_straggler=on_straggler or (lambda report: seen.append(report.stragglers[0].rank))
     )
-    for _ in range(3):
+    for _ in range(9):
         spend(detector, (100, 100, 200)[detector.my_rank])
         try:
             detector.report(1e12, 10)
@@ -114,12 +115,27 @@ def test_what_is_done_about_a_slow_rank_is_done_on_every_rank():
     assert stopped[0][0].startswith("straggler: rank 2 (host ")
 
 
+def stages():
+    """The first stage has more work. One rank of the second becomes slow."""
+    rank, seen = dist.get_rank(), []
+    detector = configured(peers="first" if rank == 0 else "second")
+    for number in range(12):
+        spend(detector, (300, 100, 100)[rank] * (1 + (rank == 2 and number >= 9)))
+        detector.report(1e12, 1)
+        seen.append([one.rank for one in detector.last_report.stragglers])
+    return seen
+
+
+def test_ranks_are_compared_with_their_peers():
+    assert run_ranks(stages, 3) == [[[]] * 11 + [[2]]] * 3
+
+
 def compute_then_wait():
     """A rank whose compute takes three times as long, and a collective behind it."""
     detector = configured(sections=["compute part"])
     now_ns = torch.zeros(1, dtype=torch.int64)  # of clocks that are set by hand
     detector._now_ns = lambda: int(now_ns)
-    for _ in range(3):
+    for _ in range(8):
         for _ in range(4):
             with detector:
                 with detector.section("compute part"):

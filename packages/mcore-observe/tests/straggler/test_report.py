@@ -9,10 +9,11 @@ import torch
 
 from mcore.observe import Outlier, SectionStats, StragglerReport, _StragglerData, _ValueWithRank
 from mcore.observe.straggler.exchange import METRICS, GatheredRows, encode_row
-from mcore.observe.straggler.outliers import OutlierRule, PastReports, outlier_lines
+from mcore.observe.straggler.outliers import PastReports, outlier_lines
 from mcore.observe.straggler.report import RankComparison
 from mcore.observe.straggler.reporter import etpt_tf, report_lines
 from mcore.observe.straggler.sections import section_hash
+from mcore.observe.straggler.verdict import OutlierRule
 
 NAN = math.nan
 NAMES = ("compute", "data")
@@ -43,8 +44,7 @@ def compared(rows, names=NAMES, ranks=None, past=None, rule=None):
         hosts=tuple(f"node{rank // 2}" for rank in ranks),
         devices=tuple(f"cuda:{rank % 2}" for rank in ranks),
         names=names,
-        rule=rule or OutlierRule(),
-        past=past or PastReports(names),
+        past=past or PastReports(names, rule=rule),
     )
 
 
@@ -340,6 +340,7 @@ def test_dict_of_a_report_worked_out_by_hand():
         ],
         "local_sections": {},
         "ranks": [0, 1],
+        "measuring": True,
         "stragglers": [],
     }
 
@@ -421,7 +422,7 @@ def test_reports_against_plain_python(world, seed):
             relative[name] = [fastest / ms for ms in medians[name]]
             pairs = zip(best_ms[name], medians[name], strict=True)
             individual[name] = [least / ms for least, ms in pairs]
-        assert dataclasses.replace(found.report, outliers=(), stragglers=()) == StragglerReport(
+        assert dataclasses.replace(found.report, outliers=(), measuring=False) == StragglerReport(
             unix_time=1.7e9,
             world_size=world,
             log_interval=10,

@@ -63,6 +63,8 @@ def test_wrong_calls_are_type_errors_and_change_nothing(detector, arguments, nam
         ({"prefill": -1}, "prefill is -1; give 0 or more"),
         ({"sample_every": 0}, "sample_every is 0; give at least 1"),
         ({"z_threshold": 0.0}, "z_threshold is 0.0; give a number above 0"),
+        ({"individual_threshold": 0.0}, "individual_threshold is 0.0; give a number above 0"),
+        ({"peers": "x" * 33}, f"peers is {'x' * 33!r}; give at most 32 bytes"),
         ({"report_every_s": NAN}, "report_every_s is nan; give seconds above 0"),
         ({"on_straggler": "stops"}, "on_straggler is 'stops'; give 'log', 'stop' or a function"),
     ],

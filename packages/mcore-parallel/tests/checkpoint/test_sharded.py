@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore.parallel.checkpoint import (
     CheckpointingException,
@@ -251,3 +257,34 @@ def test_object_outside_its_array_is_refused(
 def test_local_object_is_handed_back() -> None:
     value = object()
     assert LocalNonpersistentObject(value).unwrap() is value
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2)),
+        ShardedObject("state", [1], (1,), (0,)),
+        LocalNonpersistentObject([1]),
+    ],
+    ids=["tensor", "object", "local"],
+)
+def test_entries_are_copied_but_not_pickled(entry: Any, tmp_path: Path) -> None:
+    for copied in (copy.copy(entry), copy.deepcopy(entry)):
+        assert type(copied) is type(entry)
+        assert vars(copied).keys() == vars(entry).keys()
+    held = vars(entry).get("data", vars(entry).get("obj"))
+    deep = vars(copy.deepcopy({"a": entry, "b": entry})["a"])
+    assert deep.get("data", deep.get("obj")) is not held
+    remedy = "to_megatron_sharded_state_dict"
+    with pytest.raises(pickle.PicklingError, match=remedy):
+        pickle.dumps({"model": entry})
+    with pytest.raises(pickle.PicklingError, match=remedy):
+        torch.save({"model": entry}, tmp_path / "file")
+    with pytest.raises(CheckpointException) as failed:
+        dcp.save({"model": entry}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert remedy in str(failed.value)
+
+
+def test_descriptions_without_data_are_pickled() -> None:
+    entry = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2)).without_data()
+    assert pickle.loads(pickle.dumps(entry)) == entry

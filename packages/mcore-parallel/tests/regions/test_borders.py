@@ -482,3 +482,12 @@ def test_the_debug_switch_finds_ranks_that_disagree() -> None:
     assert "has cross entropy of torch.float32 (4, 2), (0.0, 4, -100), targets " in second[12]
     assert "rank 1 of the process group failed: target 4 is not below" in first[13]
     assert "has distributed activations of torch.float32 (5, 2)" in second[14]
+
+
+@pytest.mark.parametrize("group", [None, object(), "tp"])
+def test_a_group_in_the_place_of_the_flag_is_refused(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"as tensor_parallel_output_grad: .*group=\.\.\."):
+        gather_from_sequence_parallel_region(torch.zeros(2, 2), group)
+    for flag in (True, False, 0, 1):
+        gathered = gather_from_sequence_parallel_region(torch.zeros(2, 2), flag)  # type: ignore[arg-type]
+        assert gathered.shape == (2, 2)

@@ -24,7 +24,9 @@ def add_step(
     Only the losses of a skipped step are copied to the host, to find those that are not finite.
     """
     checked = {
-        key: loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        key: loss
+        if isinstance(loss, torch.Tensor)
+        else torch.tensor(float(loss), dtype=torch.float64)
         for key, loss in losses.items()
     }
     is_nan = skipped and not all(math.isfinite(loss) for loss in read_scalars(checked).values())
@@ -37,7 +39,7 @@ def add_step(
 
 
 def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> None:
-    """Add losses of one element to their float32 sums, in place and on their devices."""
+    """Add losses of one element to their float64 sums, in place and on their devices."""
     sums: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
     for key, loss in losses.items():
@@ -49,7 +51,7 @@ def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> No
             sums.append(totals[key])
             terms.append(term)
         else:
-            totals[key] = term.to(torch.float32, copy=True)
+            totals[key] = term.to(widest_float(term.device), copy=True)
     if sums:
         torch._foreach_add_(sums, terms)
 
@@ -63,8 +65,7 @@ def count_iterations(totals: Mapping[str, Any]) -> int:
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the averages of the losses over the steps not skipped, on their devices.
 
-    Empty if every step was skipped. The sums are float32. The division is in the widest float of
-    the device, to avoid a second rounding to float32.
+    Empty if every step was skipped. Sums and averages have the widest float of the device.
     """
     steps = totals.get(ADVANCED, 0)
     if not steps:
@@ -88,7 +89,8 @@ def reset_totals(totals: dict[str, Any]) -> None:
 def _match_sum(total: Any, term: torch.Tensor) -> torch.Tensor:
     """Return the sum with the shape and device of a term; callers keep sums of several kinds."""
     if not isinstance(total, torch.Tensor):
-        return term.new_full((1,), float(total), dtype=torch.float32)
-    if total.shape == term.shape and total.device == term.device:
+        return term.new_full((1,), float(total), dtype=widest_float(term.device))
+    dtype = widest_float(term.device)
+    if total.shape == term.shape and total.device == term.device and total.dtype == dtype:
         return total
-    return total.to(term.device).reshape(1)
+    return total.to(term.device, dtype).reshape(1)

@@ -59,6 +59,12 @@ def is_last_rank() -> bool:
     return process_rank() == process_world_size() - 1
 
 
+def writes_log(global_state: Any) -> bool:
+    """Return whether this rank writes a state's log: its ``writing_rank``, else the last one."""
+    rank = getattr(global_state, "writing_rank", None)
+    return process_rank() == rank if isinstance(rank, int) else is_last_rank()
+
+
 def log_single_rank(
     logger: logging.Logger,
     *args: Any,

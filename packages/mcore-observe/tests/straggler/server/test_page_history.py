@@ -122,27 +122,28 @@ def test_slow_ranks_have_a_place_and_a_beginning_and_an_end(simulated_job):
         history.add(job.report(elapsed(*times), unix_time=float(number)))
         return json.loads(answers.data("", {}))
 
-    for number in range(3):
-        assert report(number, 100.0)["slow"] == {"count": 0, "ranks": []}
-    seen = [report(number, 400.0) for number in range(3, 7)]
+    for number in range(8):
+        measuring = {"count": 0, "ranks": [], "measuring": number < 4}
+        assert report(number, 100.0)["slow"] == measuring
+    seen = [report(number, 400.0) for number in range(8, 12)]
     [slow] = seen[-1]["slow"]["ranks"]
     place = {"rank": 9, "host": "node001", "device": "cuda:1"}
     assert place.items() <= slow.items()
     [sign] = slow["signs"]
     assert (sign["metric"], sign["value"], sign["median"]) == (0, 400, 100)
     first = next(one["slow"]["ranks"][0] for one in seen if one["slow"]["count"])
-    assert slow["since"] == first["since"] in (3.0, 4.0, 5.0)
-    over = [report(number, 100.0) for number in range(7, 12)][-1]
+    assert slow["since"] == first["since"] in (8.0, 9.0, 10.0)
+    over = [report(number, 100.0) for number in range(12, 17)][-1]
     assert over["slow"]["count"] == 0
     [episode] = over["recovered"]
     assert {**place, "since": slow["since"]}.items() <= episode.items()
-    assert 7 <= episode["until"] <= 11
+    assert 12 <= episode["until"] <= 16
 
 
 def test_of_two_ranks_the_slow_one_is_held_against_the_other(simulated_job):
     """As its own panel and ``mcore-straggler`` do: a mean of both would halve what is wrong."""
     history, job = History(), simulated_job(2)
-    for number in range(4):
+    for number in range(12):
         history.add(job.report(elapsed(100, 400), unix_time=float(number)))
     [slow] = json.loads(PageAnswers(history).data("", {}))["slow"]["ranks"]
     [sign] = slow["signs"]

@@ -8,6 +8,8 @@ import pathlib
 import pickle
 import re
 import struct
+import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
+from mcore.parallel.checkpoint.files.index import nested_paths, read_index
 
 WATCHED = (
     pathlib.Path,
@@ -276,3 +279,112 @@ def test_a_torch_reader_reads_what_is_written_though_it_must_trust_it(tmp_path: 
     assert target["n"] == 3
     with (tmp_path / "step_1" / ".metadata").open("rb") as stream:
         assert isinstance(pickle.load(io.BytesIO(stream.read())), metadata.Metadata)
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def memo(place: int) -> bytes:
+    return b"r" + struct.pack("<I", place)
+
+
+def recall(place: int) -> bytes:
+    return b"j" + struct.pack("<I", place)
+
+
+def record(module: str, name: str, **fields: bytes) -> bytes:
+    items = b"".join(text(field) + value for field, value in fields.items())
+    return f"c{module}\n{name}\n".encode() + b")\x81}(" + items + b"ub"
+
+
+def index_of_shared_parts(keys: int, chunks: int, axes: int) -> bytes:
+    """An index with ``keys`` names of one tensor, which names one shard ``chunks`` times."""
+    size = b"ctorch\nSize\n((" + number(0) * axes + b"ttR" + memo(1)
+    chunk = record(DCP, "ChunkStorageMetadata", offsets=recall(1), sizes=recall(1)) + memo(2)
+    tensor = record(
+        DCP,
+        "TensorStorageMetadata",
+        properties=record(DCP, "TensorProperties", dtype=b"ctorch\nfloat32\n"),
+        size=size,
+        chunks=b"(" + chunk + recall(2) * (chunks - 1) + b"l",
+    )
+    place = record(
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+        relative_path=text("__0_0.distcp"),
+        offset=number(0),
+        length=number(0),
+    )
+    names = [f"k{key}" for key in range(keys)]
+    described = b"".join(
+        text(name) + (recall(3) if at else tensor + memo(3)) for at, name in enumerate(names)
+    )
+    places = b"".join(
+        record(DCP, "MetadataIndex", fqn=text(name), offset=recall(1))
+        + (recall(4) if at else place + memo(4))
+        for at, name in enumerate(names)
+    )
+    paths = b"".join(
+        text(name) + (recall(5) if at else b"(" + text("a") * chunks + b"t" + memo(5))
+        for at, name in enumerate(names)
+    )
+    return (
+        b"\x80\x02"
+        + record(
+            DCP,
+            "Metadata",
+            state_dict_metadata=b"}(" + described + b"u",
+            planner_data=b"}(" + paths + b"u",
+            storage_data=b"}(" + places + b"u",
+        )
+        + b"."
+    )
+
+
+MILLION = 1_000_000
+LARGE: dict[str, Callable[[], bytes]] = {
+    "a shard of many names": lambda: index_of_shared_parts(1000, 20_000, 1),
+    "a shape of many axes": lambda: index_of_shared_parts(1000, 1, 20_000),
+    "dicts": lambda: b"\x80\x04(" + b"}" * MILLION + b"l.",
+    "lists in the memo": lambda: b"\x80\x04(" + b"]\x94" * (MILLION // 2) + b"l.",
+    "nested tuples": lambda: b"\x80\x04)" + b"\x85" * MILLION + b".",
+    "marks": lambda: b"\x80\x04" + b"(" * MILLION + b".",
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_index_costs_no_more_than_its_size_allows(name: str, tmp_path: Path) -> None:
+    raw = LARGE[name]()
+    (tmp_path / ".metadata").write_bytes(raw)
+    calls = [0]
+
+    def count(*_: object) -> None:
+        calls[0] += 1
+
+    tracemalloc.start()
+    try:
+        assert not is_complete_checkpoint(tmp_path)
+        nested_paths(raw)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    sys.setprofile(count)
+    try:
+        assert not is_complete_checkpoint(tmp_path)
+    finally:
+        sys.setprofile(None)
+    assert peak < 60 * len(raw)
+    assert calls[0] < 10 * len(raw)
+
+
+def test_a_small_index_of_one_shard_is_read(tmp_path: Path) -> None:
+    """The large ones above are refused for their size alone."""
+    (tmp_path / ".metadata").write_bytes(index_of_shared_parts(3, 1, 1))
+    (tmp_path / "__0_0.distcp").touch()
+    assert is_complete_checkpoint(tmp_path)
+    assert list(read_index(tmp_path).keys) == ["k0", "k1", "k2"]

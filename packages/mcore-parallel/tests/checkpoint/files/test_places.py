@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -253,6 +254,14 @@ def test_a_manager_of_a_run_behind_a_url(root: str) -> None:
     assert names(folder.folders()) == ["step_2", "step_3", "step_3.damaged"]
     assert CheckpointManager(root).load_latest(model, optimizer, verify="before") == {"step": 3}
 
+    manager = CheckpointManager(root)
+    assert manager.rollback(2, "spike") == folder / "spike"
+    assert names((folder / "spike").folders()) == ["step_3"]
+    assert names(folder.folders()) == ["spike", "step_2", "step_3.damaged"]
+    assert manager.load_latest(model, optimizer) == {"step": 2}
+    branch = CheckpointManager(folder / "spike")
+    assert branch.load(model, optimizer, step=3, verify="before") == {"step": 3}
+
 
 @pytest.mark.slow
 def test_a_storage_that_is_away_is_not_a_damaged_checkpoint(server: Server) -> None:
@@ -422,6 +431,73 @@ def test_a_server_that_is_killed_and_starts_empty(server: Server) -> None:
     assert list_checkpoints("s3://bucket/killed") == []
     save_sharded_state_dict({"n": 1}, "s3://bucket/killed/step_1")
     assert names(list_checkpoints("s3://bucket/killed")) == ["step_1"]
+
+
+@contextmanager
+def failing_at_call(number: int, *, has_arrived: bool) -> Iterator[list[str]]:
+    """Lose one request to S3, or the answer to it. Yields the names of all requests."""
+    from aiobotocore.client import AioBaseClient
+    from botocore.exceptions import EndpointConnectionError
+
+    call, made = AioBaseClient._make_api_call, []
+
+    async def watched(self: Any, operation: str, parameters: Any) -> Any:
+        made.append(operation)
+        is_lost = len(made) == number
+        answer = await call(self, operation, parameters) if has_arrived or not is_lost else None
+        if is_lost:
+            raise EndpointConnectionError(endpoint_url="http://lost")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AioBaseClient, "_make_api_call", watched)
+        yield made
+
+
+@pytest.mark.parametrize("has_arrived", [False, True], ids=["request", "answer"])
+def test_each_request_of_a_save_and_a_load_may_be_lost(server: Server, has_arrived: bool) -> None:
+    root = f"s3://bucket/lost-{has_arrived}"
+    state = {"w": torch.arange(3000.0), "step": 1}
+    save_sharded_state_dict(state, f"{root}/step_1")
+    path, saved, refused = remote_path(f"{root}/step_2"), 0, 0
+    for number in itertools.count(1):
+        with failing_at_call(number, has_arrived=has_arrived) as made:
+            try:
+                save_sharded_state_dict({**state, "step": 2}, path)
+                saved += 1
+            except CheckpointingException:
+                refused += 1
+        check_whole(f"{root}/step_1", 1)
+        if is_complete_checkpoint(path):
+            check_whole(path, 2)
+            path.remove_all()
+        else:
+            assert len(made) >= number
+        save_sharded_state_dict({**state, "step": 3}, path)  # whatever is left there
+        check_whole(path, 3)
+        path.remove_all()
+        if len(made) < number:
+            break
+    assert refused > 3
+    assert saved > 0
+    for number in itertools.count(1):
+        target = {"w": torch.zeros(3000), "step": 0}
+        with failing_at_call(number, has_arrived=has_arrived) as made:
+            try:
+                load_sharded_state_dict(target, f"{root}/step_1")
+            except DamagedCheckpointError as error:
+                raise AssertionError("a lost request is no damage") from error
+            except CheckpointingException:
+                refused += 1
+        check_whole(f"{root}/step_1", 1)
+        if len(made) < number:
+            break
+
+
+def check_whole(path: Any, step: int) -> None:
+    found = load_sharded_state_dict({"w": torch.zeros(3000), "step": 0}, path)
+    assert torch.equal(found["w"], torch.arange(3000.0))
+    assert found["step"] == step
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mcore.parallel.checkpoint import (
     CheckpointingException,
     CheckpointManager,
+    DamagedCheckpointError,
     load_training_state,
     save_training_state,
 )
@@ -75,14 +77,114 @@ def test_a_damaged_checkpoint_of_a_later_step_costs_no_good_one(tmp_path: Path) 
     assert names(tmp_path) == ["step_4", "step_5", "step_6", "step_7"]
 
 
-def test_what_is_saved_stays_beside_checkpoints_of_an_abandoned_future(tmp_path: Path) -> None:
+def test_a_run_that_went_back_never_meets_the_future_that_it_left(tmp_path: Path) -> None:
     for step in (2, 8, 9):
-        save_training_state(tmp_path / f"step_{step}", linear(), step=step)
+        save_training_state(tmp_path / f"step_{step}", linear(float(step)), step=step)
+    # Also if it went back by a plain load, and the first save has the step of an old one.
+    manager = CheckpointManager(tmp_path, keep=2)
+    load_training_state(tmp_path / "step_2", linear())
+    assert manager.save(linear(1.0), step=8)
+    assert names(tmp_path) == ["after_step_2", "step_2", "step_8"]
+    assert names(tmp_path / "after_step_2") == ["step_8", "step_9"]
+    model = linear()
+    assert load_training_state(tmp_path / "after_step_2" / "step_9", model) == {"step": 9}
+    assert model.bias.item() == 9.0
     manager = CheckpointManager(tmp_path, keep=1)
-    assert manager.save(linear(), step=3)
-    assert names(tmp_path) == ["step_3", "step_8", "step_9"]
-    assert manager.save(linear(), step=10)
-    assert names(tmp_path) == ["step_10"]
+    assert manager.load_latest(model) == {"step": 8}
+    assert model.bias.item() == 1.0
+    assert manager.save(linear(), step=9)  # after a resume nothing is set aside
+    assert names(tmp_path) == ["after_step_2", "step_9"]
+
+
+def test_going_back_to_a_step(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, every=10)
+    model = linear()
+    for step in (10, 20, 30, 40):
+        manager.save(linear(float(step)), step=step)
+    assert manager.load(model, step=20) == {"step": 20}
+    assert model.bias.item() == 20.0
+    assert not manager.save(model, step=20)  # it is there
+    assert names(tmp_path) == [
+        "step_10",
+        "step_20",
+        "step_30",
+        "step_40",
+    ]  # to look changes nothing
+    assert [manager.save(linear(-1.0), step=step) for step in (30, 40)] == [True, True]
+    assert names(tmp_path / "after_step_20") == ["step_30", "step_40"]
+    assert CheckpointManager(tmp_path).load_latest(model) == {"step": 40}
+    assert model.bias.item() == -1.0
+    branch = manager.rollback(20)
+    assert branch == tmp_path / "after_step_20-2"
+    assert names(branch) == ["step_30", "step_40"]
+    assert manager.load_latest(model) == {"step": 20}
+    assert manager.rollback(20, "again") is None
+    with pytest.raises(CheckpointingException, match="step_30 is no complete checkpoint"):
+        manager.rollback(30)
+    for name in ("step_7", "a/b", "after_step_20"):
+        with pytest.raises(CheckpointingException, match=r"cannot have the name|already exists"):
+            manager.rollback(10, name)
+    assert manager.rollback(10, "spike") == tmp_path / "spike"
+    assert names(tmp_path) == ["after_step_20", "after_step_20-2", "spike", "step_10"]
+    with pytest.raises(DamagedCheckpointError, match="step_20"):
+        manager.load(model, step=20)
+
+
+def test_a_rollback_that_is_killed_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    manager = CheckpointManager(root)
+    for step in (1, 2, 3, 4):
+        manager.save(linear(), step=step)
+    copies = tmp_path / "copy"
+    shutil.copytree(root, copies)
+    real = Path.rename
+    for killed_at in range(6):
+        shutil.rmtree(root)
+        shutil.copytree(copies, root)
+        count = [0]
+
+        def rename(path: Path, target: Any, at: int = killed_at, count: list[int] = count) -> Any:
+            count[0] += 1
+            if count[0] > at:
+                raise KeyboardInterrupt
+            return real(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", rename)
+            try:
+                CheckpointManager(root).rollback(1)
+                is_complete = True
+            except KeyboardInterrupt:
+                is_complete = False
+        assert is_complete == (killed_at >= 4)
+        # Before the branch has its name nothing has changed, afterwards all of it has.
+        expected = 4 if killed_at == 0 else 1
+        assert CheckpointManager(root).load_latest(linear()) == {"step": expected}
+        if expected == 1:
+            assert names(root / "after_step_1") == ["step_2", "step_3", "step_4"]
+
+
+def go_back(root: str) -> tuple[Any, ...]:
+    manager = CheckpointManager(root)
+    for step in (1, 2, 3):
+        manager.save(linear(), step=step)
+    branch = manager.rollback(1)
+    errors = []
+    for step in (3, 7):
+        with pytest.raises(CheckpointingException) as caught:
+            manager.rollback(step)
+        errors.append(str(caught.value))
+    return branch, errors, manager.load_latest(linear()), manager.save(linear(), step=2)
+
+
+def test_all_ranks_go_back_together(tmp_path: Path) -> None:
+    first, second = run_ranks(go_back, 2, str(tmp_path))
+    assert first == second
+    assert first[0] == tmp_path / "after_step_1"
+    assert first[2:] == ({"step": 1}, True)
+    assert names(tmp_path) == ["after_step_1", "step_1", "step_2"]
 
 
 @pytest.mark.parametrize("step", [-2, 2.0, "2", None, torch.tensor(2.0)])
@@ -246,7 +348,7 @@ def test_two_ranks_go_back_past_damage_and_raise_alike(tmp_path: Path) -> None:
         assert "every checkpoint in" in found["all damaged"]
         assert found["all damaged"].startswith("DamagedCheckpointError")
         assert "'model.weight', offset (0, 0) shape (1, 2): rank 0 and rank 1" in found["diverged"]
-        assert "the same names on every rank" in found["names"]
+        assert "names of values: ['a'] on rank 0; ['b'] on rank 1. Pass the same" in found["names"]
     assert {key: results[0][key] for key in ("heard", "misfit", "all damaged", "diverged")} == {
         key: results[1][key] for key in ("heard", "misfit", "all damaged", "diverged")
     }

@@ -27,11 +27,11 @@ __all__ = ["ObserveCallback", "ObserveLogger"]
 class ObserveCallback(Callback):
     """Logs the steps of a ``Trainer``, with a console line, and compares its ranks.
 
-    Every rank of the job has one. The last rank writes. A step is one step of the optimizer: its
-    loss is the sum over its batches, its samples and tokens are those of this rank times the
-    data-parallel ranks. Metrics of validation and test are sent to the sinks. To log the values of
-    modules too, pass :attr:`logger` to the trainer. A ``fit`` that continues the last step, or a
-    checkpoint with the counters, continues the run. Otherwise it starts a run in a new folder
+    Every rank of the job has one. Rank 0 writes, as with Lightning's loggers. A step is a step of
+    the optimizer: its loss is the sum over its batches, its samples and tokens are this rank's
+    times the data-parallel ranks. :attr:`logger` joins the loggers of the trainer, so values
+    of modules, validation and test are sent to the sinks. A ``fit`` that continues the last step,
+    or a checkpoint with the counters, continues the run. Otherwise it starts a run in a new folder
     (``-2``). The run ends with an exception or with the process.
 
     The time from a batch to the backward pass, and each wait for data, is compared over the ranks
@@ -60,7 +60,7 @@ class ObserveCallback(Callback):
         straggler: bool | Mapping[str, Any] = True,
         **settings: Any,
     ) -> None:
-        self._runs = TrainerLog(run_dir, straggler, settings)
+        self._runs = TrainerLog(run_dir, straggler, settings, writing_rank=0)
         self._logger = ObserveLogger._share(self._runs)
         self._loaded: Mapping[str, Any] = {}
         self._step = 0
@@ -90,6 +90,13 @@ class ObserveCallback(Callback):
             state_dict: The result of :meth:`state_dict`.
         """
         self._loaded = state_dict
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Add the logger to those of the trainer. The trainer has chosen its folders by now."""
+        if self._logger not in trainer.loggers:
+            trainer.loggers = [*trainer.loggers, self._logger]
+
+    on_validation_start = on_test_start = on_fit_start
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the run, or continue it."""
@@ -147,14 +154,8 @@ class ObserveCallback(Callback):
         self._runs.begin_wait()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log validation metrics, and leave the validation out of the step time."""
-        if not trainer.sanity_checking:
-            self._log_evaluation(trainer)
+        """Leave the validation out of the step time."""
         self._runs.begin_wait()
-
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log test metrics."""
-        self._log_evaluation(trainer)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Leave a save out of the wait for data."""
@@ -176,13 +177,9 @@ class ObserveCallback(Callback):
         """
         self._runs.close(status)
 
-    def _log_evaluation(self, trainer: Any) -> None:
-        if self._logger not in trainer.loggers:
-            self.run_log.log_metrics(dict(trainer.callback_metrics))
-
 
 class ObserveLogger(Logger):
-    """Writes the metrics of modules to the files and trackers of a run, on the last rank.
+    """Writes the metrics of modules to the files and trackers of a run, on rank 0.
 
     Steps count from 1, so they are Lightning's number plus one. Checkpoints are saved in the run's
     folder. :class:`ObserveCallback` adds console lines, counters and the comparison of ranks. Its
@@ -204,7 +201,7 @@ class ObserveLogger(Logger):
 
     def __init__(self, run_dir: str | os.PathLike[str], **settings: Any) -> None:
         super().__init__()
-        self._runs = TrainerLog(run_dir, straggler=False, settings=settings)
+        self._runs = TrainerLog(run_dir, straggler=False, settings=settings, writing_rank=0)
         self._owns_steps = True
         self.params: Mapping[str, Any] = {}
 
@@ -252,16 +249,20 @@ class ObserveLogger(Logger):
         self.params = vars(params) if isinstance(params, Namespace) else dict(params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Send metrics to the sinks, on the last rank only.
+        """Send metrics to the sinks, on rank 0 only.
 
         Args:
             metrics: Numbers by name.
-            step: Lightning's number of the step. None means the current step.
+            step: Lightning's number of the step. None means the current step, and so does any
+                number after the end of the training.
         """
         progress = self._runs.log.train_state
-        if self._owns_steps and step is not None:
-            progress.step = max(progress.step, int(step) + 1)
-        self._runs.log.log_metrics(dict(metrics))
+        at = None if step is None else int(step) + 1
+        if self._owns_steps and at is not None:
+            progress.step = max(progress.step, at)
+        elif not self._runs.is_training:
+            at = None
+        self._runs.log.log_metrics(dict(metrics), step=at)
 
     def finalize(self, status: str) -> None:
         """End the run if the trainer failed. Otherwise the run ends with the process.

@@ -68,6 +68,7 @@ class ObserveLogger(BaseLogger):
         self._model = model
         self._tokens_seen = 0
         self._has_begun = False
+        self._early: list[tuple[Mapping[str, Any], int]] = []  # before the first line of a resume
 
     @property
     def run_log(self) -> RunLog:
@@ -91,10 +92,14 @@ class ObserveLogger(BaseLogger):
             if self._model is not None:
                 self._runs.watch_forward(self._model)
             last = self.run_log.train_state.step
+            self._log_early()
         steps = step - last
+        if _LOSS not in values and not self._has_begun and step > 1:
+            # torchtitan logs step 1 of a new run: this one continues, at a step not known yet.
+            self._early.append((values, step))
+            return
         if _LOSS not in values or not steps:
-            self.run_log.train_state.step = max(step, last)
-            self.run_log.log_metrics(values)
+            self.run_log.log_metrics(values, step=step)  # a validation may be between two lines
             return
         tokens, self._tokens_seen = seen - self._tokens_seen, seen
         self._runs.end_step(1, steps=steps, samples=tokens // self._seq_length)
@@ -112,4 +117,10 @@ class ObserveLogger(BaseLogger):
 
     def close(self) -> None:
         """End the run, as failed or killed if an exception is being handled."""
+        self._log_early()
         self._runs.close(status_of(sys.exc_info()[1]))
+
+    def _log_early(self) -> None:
+        for values, step in self._early:
+            self.run_log.log_metrics(values, step=step)
+        self._early.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.runs.config import ConfigContainer
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.slow_ranks import log_slow_ranks
@@ -51,9 +51,12 @@ class TrainerLog:
         run_dir: str | os.PathLike[str],
         straggler: bool | Mapping[str, Any],
         settings: Mapping[str, Any],
+        *,
+        writing_rank: int | None = None,
     ) -> None:
         self.folder = Path(run_dir)
         self.log = RunLog(run_dir, **settings)
+        self.log.writing_rank = writing_rank
         self.detector: StragglerDetector | None = None
         self._settings = settings
         self._straggler = straggler
@@ -97,7 +100,9 @@ class TrainerLog:
         if self._is_closed:
             self._num_runs += not step
             name = self.folder.name + (f"-{self._num_runs}" if self._num_runs > 1 else "")
+            writing_rank = self.log.writing_rank
             self.log = RunLog(self.folder.with_name(name), **self._settings)
+            self.log.writing_rank = writing_rank
             self._is_closed = False
         if step != self.log.train_state.step:
             same = before.state_dict() if before.step == step else {}
@@ -112,7 +117,7 @@ class TrainerLog:
             logger=config.logger, train=config.train, dataset=config.dataset, trainer=dict(trainer)
         )
         config.train.train_iters = train_iters
-        if is_last_rank():
+        if writes_log(self.log):
             import_libraries(config.logger)
         if self._straggler and self.detector is None:
             self.detector = StragglerDetector()
@@ -175,7 +180,7 @@ class TrainerLog:
         try:
             self.detector.report_if_due()
         finally:  # a slow rank may stop the job with an exception
-            found = self.detector.last_report if is_last_rank() else None
+            found = self.detector.last_report if writes_log(self.log) else None
             if found is not self._noted and found is not None:
                 run_dir = Path(str(self.log.cfg.logger.run_dir))
                 log_slow_ranks(run_dir, self.log.train_state.step, found.stragglers)

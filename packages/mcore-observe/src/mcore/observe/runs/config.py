@@ -62,6 +62,8 @@ class LoggerConfig:
         wandb_save_dir: Folder for W&B's files.
         wandb_entity: Owner of the project.
         wandb_run_id: A run to continue. None means that of ``run_dir`` when resuming.
+        wandb_log_console: Send the console's output to W&B.
+        wandb_log_environment: Send command line, host and packages to W&B.
         mlflow_experiment: MLflow experiment. None disables the tracker.
         mlflow_run_name: Name of the MLflow run.
         mlflow_tracking_uri: Server or database. None means MLFLOW_TRACKING_URI, else SQLite. User
@@ -74,6 +76,9 @@ class LoggerConfig:
         comet_workspace: Comet workspace.
         comet_api_key: Comet key. None means COMET_API_KEY. Never shown.
         comet_tags: Tags of the experiment.
+        comet_log_code: Send the source code and the git patch to Comet.
+        comet_log_console: Send the console's output to Comet.
+        comet_log_environment: Send command line, host, packages and git commit to Comet.
 
     Example:
         >>> LoggerConfig(log_interval=10, comet_api_key="secret")  # doctest: +ELLIPSIS
@@ -113,6 +118,8 @@ class LoggerConfig:
     wandb_save_dir: str | None = None
     wandb_entity: str | None = None
     wandb_run_id: str | None = None
+    wandb_log_console: bool = False
+    wandb_log_environment: bool = False
     mlflow_experiment: str | None = None
     mlflow_run_name: str | None = None
     mlflow_tracking_uri: str | None = None
@@ -124,6 +131,9 @@ class LoggerConfig:
     comet_workspace: str | None = None
     comet_api_key: str | None = field(default=None, repr=False)
     comet_tags: list[str] | None = None
+    comet_log_code: bool = False
+    comet_log_console: bool = False
+    comet_log_environment: bool = False
 
     def __repr__(self) -> str:
         secrets = [self.comet_api_key] if self.comet_api_key else []

@@ -22,6 +22,8 @@ from mcore.observe.training_log.measures import DATA_TIMER
 class RunLog(GlobalState):
     """The log of a run: console, ``metrics.jsonl`` in the run's folder, and trackers.
 
+    The settings are written to ``config.json``, without secrets.
+
     Every rank makes one and calls :meth:`log_step`. The last rank writes. Use a ``with`` block to
     report to trackers how the run ended. To resume, save :meth:`state_dict` with a checkpoint and
     load it before the first step: counters and trackers continue, and metrics logged after the
@@ -95,6 +97,7 @@ class RunLog(GlobalState):
             dataset=DatasetConfig(seq_length=seq_length),
         )
         super().__init__(config, extra_sinks=sinks)
+        self._writes_config = True
 
     @contextmanager
     def data(self) -> Iterator[None]:

@@ -23,8 +23,8 @@
   const colour = (run) => `var(--c${run % 8})`;
   const swatch = (run) => make("span", { class: "swatch", color: colour(run), "aria-hidden": "true" });
 
-  function number(value) {
-    if (value === null || value === undefined) return "-";
+  function number(value, missing = "-") {
+    if (value === null || value === undefined) return missing;
     const size = Math.abs(value);
     if (size !== 0 && (size >= 1e7 || size < 1e-3)) return value.toExponential(3).replace(/\.?0+e/, "e");
     return Number(value.toPrecision(5)).toLocaleString("en", { maximumSignificantDigits: 5 });
@@ -110,7 +110,9 @@
   function lineChart(chart) {
     const canvas = make("canvas", { "aria-hidden": "true" });
     const readout = make("output");
-    const note = chart.thinned ? " (thinned)" : "";
+    const nans = chart.curves.reduce((sum, curve) => sum + curve.nan, 0);
+    const notes = [chart.thinned ? "thinned" : "", nans ? `NaN at ${nans.toLocaleString("en")} steps` : ""].filter(Boolean);
+    const note = notes.length ? ` (${notes.join(", ")})` : "";
     const figure = make("figure", { tabindex: "0", role: "group", "aria-label": `${shortened(chart.name)}${note}; arrow keys read the values` },
       make("figcaption", {}, shortened(chart.name), make("small", {}, note)), canvas, readout);
     let box = null; // what the canvas shows, for the pointer
@@ -142,7 +144,7 @@
       let [y0, y1] = [ys[cut], ys[ys.length - 1 - cut]];
       if (!(y1 >= y0)) {
         pen.fillStyle = css.getPropertyValue("--soft");
-        pen.fillText(state.log ? "no values above zero" : "no values", LEFT, HEIGHT / 2);
+        pen.fillText(state.log ? "no values above zero" : nans ? "only NaN" : "no values", LEFT, HEIGHT / 2);
         box = null;
         return read(shown);
       }
@@ -191,6 +193,8 @@
           values.forEach((value, at) => { if (lone(at)) { pen.beginPath(); pen.arc(px(curve.x[at]), py(up(value)), 2.2, 0, 7); pen.fill(); } });
         }
         pen.globalAlpha = 1;
+        // A mark for each step that is not finite.
+        curve.raw.forEach((value, at) => { if (value === null) pen.fillRect(px(curve.x[at]) - 1, HEIGHT - BOTTOM - 7, 2, 7); });
         if (state.cursor !== null) {
           const at = nearest(curve.x, state.cursor), y = up(curve.y[at]);
           if (y !== null) { pen.beginPath(); pen.arc(px(curve.x[at]), py(y), 3.8, 0, 7); pen.fill(); }
@@ -213,7 +217,7 @@
       const parts = shown.map((curve) => {
         const at = state.cursor === null ? curve.x.length - 1 : nearest(curve.x, state.cursor);
         const name = several ? `${DATA.runs[curve.run].name}, ` : "";
-        return make("span", {}, swatch(curve.run), `${name}${place(curve.x[at])}`, make("b", {}, number(curve.y[at])));
+        return make("span", {}, swatch(curve.run), `${name}${place(curve.x[at])}`, make("b", {}, number(curve.y[at], "NaN")));
       });
       readout.replaceChildren(...parts);
     }
@@ -325,7 +329,7 @@
 
   function showFigures() {
     const ofRuns = DATA.runs.map((run) => {
-      const found = run.figures.map(([label, value, what]) => [label, number(value), what]);
+      const found = run.figures.map(([label, value, what]) => [label, number(value, "NaN"), what]);
       if (run.steps) found.unshift(["steps", run.steps[1].toLocaleString("en"), `from ${run.steps[0].toLocaleString("en")}`]);
       if (run.seconds !== null) found.push(["duration", duration(run.seconds), `began ${new Date(run.began * 1000).toISOString().slice(0, 16).replace("T", " ")} UTC`]);
       return found;

@@ -158,6 +158,7 @@ def _build_chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, A
         is_thinned |= len(kept) < len(points)
         curve: dict[str, Any] = {"run": index, "x": [step for step, _ in kept]}
         curve["y"] = [_round(value) for _, value in kept]
+        curve["nan"] = _count_nan(points)
         if run.times:
             began = min(run.times.values())
             times = [run.times.get(step) for step, _ in kept]
@@ -183,9 +184,11 @@ def _summarize(run: Run) -> Iterator[tuple[str, float | None, str]]:
     """Yield the most important numbers: a label, the number and a note."""
     losses = [name for name in run.curves if group_of(name) == "Loss"][:3]
     for name in losses:
-        values = [value for _, value in run.points(name) if math.isfinite(value)]
-        if values:
-            yield name, _round(values[-1]), f"last; least {min(values):.5g}"
+        points = run.points(name)
+        least = min((value for _, value in points if math.isfinite(value)), default=math.nan)
+        count = _count_nan(points)
+        more = f"; NaN at {count} of {len(points)} steps" if count else ""
+        yield name, _round(points[-1][1]), f"last; least {least:.5g}{more}"
     rates = [name for name in run.curves if group_of(name) == "Throughput"]
     for name in sorted(rates, key=lambda name: ("token" not in name, "device" in name))[:2]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
@@ -256,12 +259,17 @@ def _format_values(runs: Sequence[Run]) -> str:
     for name in _list_names(runs)[:_MAX_CHARTS]:
         for run in runs:
             points = run.points(name)
-            values = [value for _, value in points if math.isfinite(value)]
-            if values:
-                numbers = (values[0], values[-1], min(values), max(values))
+            if points:
+                values = [value for _, value in points if math.isfinite(value)] or [math.nan]
+                numbers = (points[0][1], points[-1][1], min(values), max(values))
                 cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
-                rows.append(cells + [f"{number:.5g}" for number in numbers])
-    return _format_html_table(("metric", "run", "steps", "first", "last", "least", "largest"), rows)
+                rows.append([*cells, *(f"{n:.5g}" for n in numbers), str(_count_nan(points))])
+    titles = ("metric", "run", "steps", "first", "last", "least", "largest", "NaN")
+    return _format_html_table(titles, rows)
+
+
+def _count_nan(points: Sequence[Point]) -> int:
+    return sum(not math.isfinite(value) for _, value in points)
 
 
 def _format_slow_ranks(runs: Sequence[Run]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.reports.energy import EnergyMonitor
 from mcore.observe.runs.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
@@ -20,7 +20,13 @@ from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
 from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.scalars import Scalars
-from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
+from mcore.observe.sinks.trackers import (
+    TRACKERS,
+    emit,
+    open_metrics_file,
+    open_tracker,
+    write_config,
+)
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
 from mcore.observe.training_log.step import StepInput
@@ -121,16 +127,19 @@ def _build_timers(state: GlobalState) -> Timers:
 
 def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
     settings = _get_logger_config(state)
-    if not spec.is_wanted(settings) or not is_last_rank():
+    if not spec.is_wanted(settings) or not writes_log(state):
         return None
     return open_tracker(spec, settings, state.cfg, state._run_ids.pop(spec.attribute, None))
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
-    if not is_last_rank():
+    if not writes_log(state):
         return None
-    begins_anew = state._counter.first_step == 0
-    return open_metrics_file(_get_logger_config(state), state.start_time if begins_anew else None)
+    settings, begins_anew = _get_logger_config(state), state._counter.first_step == 0
+    file = open_metrics_file(settings, state.start_time if begins_anew else None)
+    if file is not None and state._writes_config:
+        write_config(settings, state.cfg)
+    return file
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
@@ -161,14 +170,15 @@ class GlobalState:
         cfg: The configuration.
         train_state: Progress.
         extra_sinks: Additional sinks.
+        writing_rank: The rank that writes, set before the first step. None is the last rank.
         start_time: Start of this process, in seconds of ``time.time()``.
         straggler_timer: A straggler detector for the training loop, or None.
         moe_metrics: The tracker of router metrics, or None for that of the process.
         mtp_metrics: The tracker of multi-token prediction, or None for that of the process.
         timers: The timers, with level and option of the configuration.
-        tensorboard_logger: A ``SummaryWriter`` or None. ``add_scalar`` works in the background.
-            Its other attributes, and those of the next three, wait until it is open.
-        wandb_logger: A W&B run or None. ``log`` works in the background.
+        tensorboard_logger: A ``SummaryWriter`` or None.
+        wandb_logger: A W&B run or None. ``log`` works in the background. Its other attributes, and
+            those of the next two, wait until it is open.
         mlflow_logger: An MLflow run or None. ``log_metrics`` works in the background.
         comet_logger: A Comet experiment or None. ``log_metrics`` works in the background.
         metrics_file: The :class:`mcore.observe.JsonlSink` in the run's folder, or None.
@@ -203,11 +213,13 @@ class GlobalState:
         self.cfg = cfg
         self.train_state = TrainState() if train_state is None else train_state
         self.extra_sinks: tuple[MetricSink, ...] = tuple(extra_sinks)
+        self.writing_rank: int | None = None
         self.start_time = time.time()
         self.straggler_timer: Any = None
         self.moe_metrics: Any = None
         self.mtp_metrics: Any = None
         self._flops_at_last_log: float | None = None
+        self._writes_config = False
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
         self._counter = StepCounter()
@@ -250,8 +262,10 @@ class GlobalState:
         """
         return [sink for _, sink in log_state_of(self).sinks.of(self)]
 
-    def log_metrics(self, metrics: Mapping[str, Any], *, versus_samples: bool = True) -> None:
-        """Send metrics of the current step to all sinks of this rank.
+    def log_metrics(
+        self, metrics: Mapping[str, Any], *, step: int | None = None, versus_samples: bool = True
+    ) -> None:
+        """Send metrics to all sinks of this rank, without a console line.
 
         For metrics outside of :func:`mcore.observe.training_log`, such as validation metrics.
         Tensors are copied to the host in one transfer. Does nothing on ranks that write nothing. No
@@ -259,6 +273,7 @@ class GlobalState:
 
         Args:
             metrics: Numbers and tensors of one element, by name.
+            step: Their step. None is the current step. The counters do not change.
             versus_samples: TensorBoard also shows them over the samples consumed.
 
         Example:
@@ -275,7 +290,8 @@ class GlobalState:
         scalars = Scalars()
         scalars.add_all(metrics, versus_samples=versus_samples)
         batches, _ = scalars.read({})
-        emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
+        at = self.train_state.step if step is None else step
+        emit(sinks, batches, at, self.train_state.consumed_train_samples)
 
     def log_step(
         self,
@@ -412,7 +428,7 @@ class GlobalState:
             sink[1].close(status)
         self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))
         self._built["metrics_file"] = None
-        for further in () if is_last_rank() else self.extra_sinks:
+        for further in () if writes_log(self) else self.extra_sinks:
             GuardedSink(type(further).__name__, further).close(status)
         self.extra_sinks = ()
         if self._built.get("energy_monitor") is not None:

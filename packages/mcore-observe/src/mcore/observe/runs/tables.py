@@ -104,10 +104,12 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
     """
     if not run.curves:
         raise ValueError(f"{run.name} has no metrics yet")
-    rows = [("metric", "steps", "first", "last", "least", "largest", "")]
+    rows: list[Sequence[str]] = []
+    counts: list[int] = []
     for name in names or run.curves:
         points = run.points(name)
         values = [value for _, value in points if math.isfinite(value)]
+        counts.append(len(points) - len(values))
         if not points:
             raise KeyError(f"{run.name} has no metric {name!r}: it has {sorted(run.curves)}")
         rows.append(
@@ -121,7 +123,11 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
                 sparkline([value for _, value in points]),
             )
         )
-    yield from _format_table(rows)
+    head: Sequence[str] = ("metric", "steps", "first", "last", "least", "largest", "")
+    if any(counts):  # steps without a finite value
+        head = (*head[:-1], "NaN", "")
+        rows = [(*row[:-1], str(count), row[-1]) for row, count in zip(rows, counts, strict=True)]
+    yield from _format_table([head, *rows])
 
 
 def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
@@ -153,7 +159,11 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
             continue
         before, *after = [values[common] for values in by_step]
         lines = "  ".join(sparkline(list(values.values())) for values in by_step)
-        numbers = [f"{value:.4g}" for value in (before, *after)]
+        lost = [sum(not math.isfinite(v) for v in values.values()) for values in by_step]
+        numbers = [
+            f"{value:.4g}" + (f" ({count} NaN)" if count else "")
+            for value, count in zip((before, *after), lost, strict=True)
+        ]
         changes = [
             f"{(value - before) / abs(before):+.1%}" if before else f"{value - before:+.4g}"
             for value in after

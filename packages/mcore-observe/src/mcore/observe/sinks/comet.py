@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mcore.observe.sinks.base import TrackerSpec
 from mcore.observe.sinks.delivery.spool import StepMetrics
@@ -90,14 +90,23 @@ def _open(opening: Opening) -> CometRun:
                 make = functools.partial(comet_ml.OfflineExperiment, offline_directory=folder)
             else:
                 make = functools.partial(comet_ml.Experiment, api_key=key)
-            # It records only the metrics and settings it is given. The command line, which it
-            # would record too, may contain secrets. The parameters below are masked.
+            # Without a setting it records only the metrics and parameters it is given. Code, output
+            # and the command line may contain secrets. The parameters below are masked.
+            code, console, environment = (
+                bool(getattr(settings, f"comet_log_{part}", False))
+                for part in ("code", "console", "environment")
+            )
             experiment = make(
                 project_name=settings.comet_project,
                 workspace=settings.comet_workspace,
                 auto_metric_logging=False,
                 auto_param_logging=False,
                 parse_args=False,
+                log_code=code,
+                log_git_patch=code,
+                log_git_metadata=environment,
+                log_env_details=environment,
+                auto_output_logging="simple" if console else cast("Any", False),
             )
             experiment.set_name(settings.comet_experiment_name)
             if settings.comet_tags:
@@ -117,7 +126,13 @@ TRACKER = TrackerSpec(
     module="comet_ml",
     wanted_by="comet_project",
     named_by="comet_experiment_name",
-    other_settings=("comet_workspace", "comet_tags"),
+    other_settings=(
+        "comet_workspace",
+        "comet_tags",
+        "comet_log_code",
+        "comet_log_console",
+        "comet_log_environment",
+    ),
     open=_open,
     adapt=CometSink,
 )

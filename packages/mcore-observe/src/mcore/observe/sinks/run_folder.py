@@ -69,11 +69,14 @@ class RunFolder:
     def note(self, tracker: str, facts: Mapping[str, Any]) -> None:
         """Note facts about the run in a tracker."""
         with _NOTING:  # trackers open in different threads and share the file
-            notes = self._read_notes() | {tracker: dict(facts)}
-            self.path.mkdir(parents=True, exist_ok=True)
-            partial = self.notes.with_name(f"{self.notes.name}.{os.getpid()}.partial")
-            partial.write_text(json.dumps(notes, indent=2) + "\n")
-            partial.replace(self.notes)
+            self.replace_json(self.notes, self._read_notes() | {tracker: dict(facts)})
+
+    def replace_json(self, file: Path, content: Mapping[str, Any]) -> None:
+        """Replace a file of the folder in one step."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(file)
 
     def _read_notes(self) -> dict[str, Any]:
         try:

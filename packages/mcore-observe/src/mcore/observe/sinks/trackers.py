@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool
-from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
+from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.run_folder import run_folder_of, spool_folder_of
 from mcore.observe.sinks.scalars import Scalar
@@ -28,10 +28,12 @@ _ALL_SCALARS = ScalarRules()
 
 def open_tracker(
     spec: TrackerSpec, settings: Any, config: Any, earlier_run_id: str | None = None
-) -> TrackerRun[Any]:
+) -> Any:
     """Start to open a run of a tracker. Metrics wait for it on the disk."""
     folder = run_folder_of(settings)
     resume_step = getattr(settings, "resume_step", None)
+    if spec.is_local:
+        return spec.open(Opening(settings, resume_step=resume_step))
     spools = spool_folder_of(settings)
     run_id = earlier_run_id
     if run_id is None and resume_step is not None and folder is not None:
@@ -91,6 +93,17 @@ def open_metrics_file(settings: Any, begun_s: float | None = None) -> JsonlSink 
         return None
 
 
+def write_config(settings: Any, config: Any) -> None:
+    """Write a run's settings to its folder, without secrets. The page of the run shows them."""
+    folder = run_folder_of(settings)
+    if folder is None:
+        return
+    try:
+        folder.replace_json(folder.path / "config.json", config_params(config))
+    except OSError as error:
+        logger.warning("cannot write the settings to %s: %s", folder.path, error)
+
+
 class SinkTable:
     """The sinks of one GlobalState, guarded. It remembers which of them failed."""
 
@@ -107,7 +120,7 @@ class SinkTable:
             if client is not None:
                 guard = self._guard(client, spec.label, spec.adapt, config)
                 pairs.append((spec.rules, guard))
-        if is_last_rank():
+        if writes_log(global_state):
             given = getattr(global_state, "extra_sinks", ())
             sinks = list(given) if isinstance(given, (list, tuple)) else []
             file = getattr(global_state, "metrics_file", None)

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.sinks.base import TrackerSpec, accepts
+from mcore.observe.sinks.delivery.process_end import exit_code_of
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
 from mcore.observe.sinks.scalars import plain_numbers
 from mcore.observe.sinks.secrets import config_params, without_secrets
 
-# 143 is 128 + SIGTERM, the exit code that a shell shows for a terminated process.
-_EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}
 _PROBE_S = 5.0
 # W&B's process writes its file block by block. If it is killed with the training process, the
 # last block is lost, so the spool keeps that much.
@@ -75,7 +74,7 @@ class WandbSink:
 
 def _finish(run: Any, status: str) -> None:
     if status != "FINISHED" and accepts(run.finish, "exit_code"):
-        run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        run.finish(exit_code=exit_code_of(status))
     else:
         run.finish()
 
@@ -200,6 +199,7 @@ def _connect(
         "dir": settings.wandb_save_dir,
         "entity": settings.wandb_entity,
         "config": dict(params),
+        "settings": _choose_records(settings),
     }
     if is_new:
         return _Connection(wandb.init(**options, id=run_id), run_id)
@@ -214,6 +214,16 @@ def _connect(
         int(run.step) - 1 if is_online else last_offline_step(settings.wandb_save_dir, run_id)
     )
     return _Connection(run, run_id, last_step)
+
+
+def _choose_records(settings: Any) -> dict[str, Any]:
+    """Return W&B's settings for the records that may contain secrets."""
+    chosen: dict[str, Any] = {}
+    if not getattr(settings, "wandb_log_console", False):
+        chosen["console"] = "off"
+    if not getattr(settings, "wandb_log_environment", False):
+        chosen |= {"x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
+    return chosen
 
 
 def last_offline_step(save_dir: str | None, run_id: str) -> int:
@@ -286,7 +296,7 @@ TRACKER = TrackerSpec(
     module="wandb",
     wanted_by="wandb_project",
     named_by="wandb_exp_name",
-    other_settings=("wandb_save_dir", "wandb_entity"),
+    other_settings=("wandb_save_dir", "wandb_entity", "wandb_log_console", "wandb_log_environment"),
     open=_open,
     adapt=WandbSink,
     restart=lambda run: run.finish(),

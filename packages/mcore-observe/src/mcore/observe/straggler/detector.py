@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
 import torch
 
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
-from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
+from mcore.observe.straggler.outliers import outlier_lines
 from mcore.observe.straggler.ranges import (
     COMPUTE_KIND,
     DATA_KIND,
@@ -35,6 +35,7 @@ from mcore.observe.straggler.sections import (
 from mcore.observe.straggler.server.routes import ControllerState
 from mcore.observe.straggler.settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.telemetry import guard_telemetry, telemetry_of
+from mcore.observe.straggler.verdict import OutlierRule
 from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
@@ -170,7 +171,12 @@ class StragglerDetector:
                 allow_get_toggle=settings.allow_get_toggle,
             )
         exchange = Exchange(
-            settings.group, world=world, rank=rank, names=names, computing=settings.device
+            settings.group,
+            world=world,
+            rank=rank,
+            names=names,
+            computing=settings.device,
+            peers=settings.peers,
         )
         # A device without an index is the current device at the beginning of a range.
         device = torch.device(current_device().type if settings.device is None else settings.device)

@@ -40,9 +40,9 @@ METRICS = {
 UNKNOWN_METRICS = (math.nan,) * len(METRICS)
 
 _SCHEMA_VERSION = 1
-_HOST_BYTES, _DEVICE_BYTES = 64, 16
-# Schema, hash of sections, rank, host, device.
-_INTRODUCTION = struct.Struct(f"<qqq{_HOST_BYTES}s{_DEVICE_BYTES}s")
+_HOST_BYTES, _DEVICE_BYTES, PEERS_BYTES = 64, 16, 32
+# Schema, hash of sections, rank, host, device, label of the peers.
+_INTRODUCTION = struct.Struct(f"<qqq{_HOST_BYTES}s{_DEVICE_BYTES}s{PEERS_BYTES}s")
 
 
 def encode_row(
@@ -118,7 +118,8 @@ class Exchange:
     """The ranks that report together. A group of None is the world, or this process alone.
 
     ``names`` are those of all sections, on which the ranks have to agree. ``computing`` is the
-    device that this rank reports, None the current device. Raises ValueError if ``world`` is not
+    device that this rank reports, None the current device. ``peers`` is the label of the ranks that
+    this rank is compared with. Raises ValueError if ``world`` is not
     the size of the group or this rank is not a member.
     """
 
@@ -130,6 +131,7 @@ class Exchange:
         rank: int,
         names: Sequence[str],
         computing: torch.device | str | None = None,
+        peers: str = "",
     ) -> None:
         member = as_process_group(group)
         if member is None and is_distributed():
@@ -146,11 +148,12 @@ class Exchange:
         self._size = size
         self.device = torch.device("cpu") if size == 1 else comm_device(member)
         self._has_gloo = _has_gloo(member)
-        self._rank, self._computing = rank, computing
+        self._rank, self._computing, self._label = rank, computing, peers
         self.sections_hash, self._num_sections = section_hash(names), len(names)
         # In the group's order, set by the first gather():
         self.hosts: tuple[str, ...] = ()
         self.devices: tuple[str, ...] = ()
+        self.peers: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self._order: torch.Tensor | None = None
 
@@ -191,7 +194,7 @@ class Exchange:
         return rows
 
     def _introduce(self) -> None:
-        """Exchange host names, devices, ranks and sections: an all-gather of 104 bytes.
+        """Exchange host names, devices, ranks and sections: an all-gather of 136 bytes.
 
         RuntimeError on all ranks if versions, sections or ranks do not match.
         """
@@ -201,13 +204,11 @@ class Exchange:
             self.device = comm_device(self._group())
         device = str(resolve_device(self._computing)).encode()[:_DEVICE_BYTES]
         mine = _INTRODUCTION.pack(
-            _SCHEMA_VERSION, int(self.sections_hash), self._rank, host, device
+            _SCHEMA_VERSION, int(self.sections_hash), self._rank, host, device, self._label.encode()
         )
         rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         packed = bytes(rows.flatten().tolist())
-        schemas, hashes, ranks, hosts, devices = zip(
-            *_INTRODUCTION.iter_unpack(packed), strict=True
-        )
+        schemas, hashes, ranks, *texts = zip(*_INTRODUCTION.iter_unpack(packed), strict=True)
         _reject_differing(schemas, ranks, "version of the straggler report")
         _reject_differing(hashes, ranks, "sections")
         if sorted(ranks) != list(range(self._size)):
@@ -217,9 +218,9 @@ class Exchange:
             )
         self.ranks = ranks
         self._order = None if sorted(ranks) == list(ranks) else torch.tensor(ranks).argsort()
-        self.hosts, self.devices = (
-            tuple(text.rstrip(b"\0").decode(errors="replace") for text in texts)
-            for texts in (hosts, devices)
+        self.hosts, self.devices, self.peers = (
+            tuple(text.rstrip(b"\0").decode(errors="replace") for text in of_ranks)
+            for of_ranks in texts
         )
 
     def _gather(self, row: torch.Tensor) -> torch.Tensor:

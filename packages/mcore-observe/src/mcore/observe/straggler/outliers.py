@@ -1,8 +1,9 @@
-"""Ranks that stand out, in one report or in several in a row.
+"""Ranks that stand out in one report. The verdict over several reports is in ``verdict``.
 
 Times are compared as logarithms, divided by 0.05: a difference of 1 is the 5 % of noise that every
-rank is granted. A rank is compared with the faster half of the others, so half of all ranks may be
-slow. All functions avoid loops over the ranks.
+rank is granted. A rank is compared with the faster half of all, so half of the ranks may be slow.
+Sensors are judged too: they explain a slow rank, but are never a verdict. All functions avoid loops
+over the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import TypeAlias
@@ -25,23 +26,21 @@ from mcore.observe.straggler.exchange import (
     GatheredRows,
 )
 from mcore.observe.straggler.ranges import COMPUTE_KIND
+from mcore.observe.straggler.verdict import (
+    OutlierRule,
+    Verdict,
+    compute_chance,
+    compute_least_excess,
+    expected_place,
+    measure_deviation,
+)
 from mcore.parallel.shortened import shorten
 
-NUM_REPORTS = 3  # that a verdict covers
-_FEWEST_REPORTS = 2
-_NUM_EARLIER = 8  # reports before them, which are the past of a rank
-_NUM_KEPT = (16, 64)  # reports for measuring the noise: at least, at most
+_NUM_KEPT = 9  # reports for measuring the noise of one
 _NUM_MEDIANS = 16  # reports for the individual score
 _NUM_SAMPLED = 1024  # ranks for measuring the noise
 _MAX_LINES = 16
-
 _TIME_NOISE = 0.05  # relative
-_LEAST_CHANGE = 2.0  # in units of the noise granted: below it no time has changed
-_LEAST_EXCESS_MS = 0.05  # a smaller difference of times is of no interest
-_LEAST_EXCESS_SHARE = 0.05  # nor is a smaller share of an iteration
-_PRIOR_WEIGHT = 32  # the noise granted counts as much as this number of differences
-# Of normal values, 90 % are within 1.645 standard deviations of their mean.
-_HEEDED, _HEEDED_SIGMAS = 0.9, 1.645
 
 # Telemetry that is judged without logarithms: the noise granted, and whether low values are bad.
 _TELEMETRY = {"temp_c": (3.0, False), "util_pct": (10.0, True)}
@@ -95,28 +94,27 @@ def outlier_lines(outliers: Sequence[Outlier]) -> list[str]:
     return shorten(outliers, most=_MAX_LINES, more="\u2026 and {} more")
 
 
-@dataclass(frozen=True)
-class OutlierRule:
-    """The thresholds beyond which a rank stands out."""
-
-    z: float = 3.3  # for a whole report: raised with the number of ranks and sections
-    relative: float = 1.0  # the relative score has to be below it, too
-    individual: float = 0.75  # the same for the individual score
-
-
 class PastReports:
-    """The judged values of the last reports, oldest first, and the medians of all sections.
+    """The reports so far: their noise, the last known times, and the verdicts on each rank.
 
     Judged values are ``[num_rows, world]``, high values being bad, in units of the noise granted.
     NaN means unknown. The first row is the time of an iteration. The first ``num_times`` rows are
-    times, and ``row_names`` has the metric or section of each row.
+    times, and ``row_names`` has the metric or section of each row. ``peers`` has a label for each
+    rank, or is empty: verdicts compare ranks with the same label.
     """
 
-    def __init__(self, section_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        section_names: Sequence[str],
+        *,
+        rule: OutlierRule | None = None,
+        peers: Sequence[str] = (),
+    ) -> None:
         sections = list(range(COMPUTE_KIND + 1, len(section_names)))
         columns = list(METRICS)
         self.row_names = ("elapsed_ms", *section_names[1:], "clock_mhz", *_TELEMETRY)
         self.num_times = 1 + len(sections)
+        self.rule, self._peers = rule or OutlierRule(), peers
         self._columns = torch.tensor(
             [ELAPSED]
             + [SECTIONS_START + STATS_PER_SECTION * kind + 1 for kind in sections]
@@ -126,93 +124,96 @@ class PastReports:
         noises = [_TIME_NOISE] * self.num_times + [-_TIME_NOISE]
         noises += [-noise if is_low_bad else noise for noise, is_low_bad in _TELEMETRY.values()]
         self._per_noise = torch.tensor(noises, dtype=torch.float64).reciprocal_().unsqueeze(1)
-        self._values: deque[torch.Tensor] = deque()
+        self._values: deque[torch.Tensor] = deque(maxlen=_NUM_KEPT)
         self._medians: deque[torch.Tensor] = deque(maxlen=_NUM_MEDIANS)
+        self._verdict: Verdict | None = None
+        # The last known times [num_times, world] in ms, and the last known medians of all sections.
+        self.times = self.last_medians = torch.empty(0)
 
-    def add(
-        self, rows: GatheredRows, medians: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    def add(self, rows: GatheredRows, medians: torch.Tensor) -> torch.Tensor:
         """Add a report and its medians ``[num_sections, world]``.
 
-        Returns the judged values of all reports that are kept, and the best medians of the last 16.
+        Returns the best medians of the last 16 reports.
         """
         values = rows.matrix[:, self._columns].t().contiguous()
         if rows.log_interval > 1:
             values[1 : self.num_times] /= rows.log_interval
+        times = values[: self.num_times].clone()
+        is_known = times.isfinite() & (times > 0)
         # Times, and the clock in the row after them: all are compared as ratios.
         values[: self.num_times + 1].log_()
+        logarithms = values[: self.num_times].where(is_known, torch.nan).float()
         values *= self._per_noise
         self._values.append(values.where(values.isfinite(), torch.nan).float())
-        fewest, most = _NUM_KEPT
-        # Many ranks need fewer reports for the same number of differences, and less memory.
-        while len(self._values) > max(fewest, min(most, 4096 // len(rows.ranks))):
-            self._values.popleft()
         self._medians.append(medians)
-        return tuple(self._values), functools.reduce(torch.fmin, self._medians)
+        if self._verdict is None:
+            peers = self._peers or ("",) * len(rows.ranks)
+            self._verdict = Verdict(self.num_times, peers, self.rule)
+            self.times, self.last_medians = times, medians
+        self.times = times.where(is_known, self.times)
+        self.last_medians = medians.where(medians.isfinite(), self.last_medians)
+        self._verdict.add(logarithms)
+        return functools.reduce(torch.fmin, self._medians)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether there are too few reports for a verdict."""
+        return self._verdict is None or self._verdict.is_measuring
+
+    def find_stragglers(self) -> Places:
+        """Find the slow ranks, by several reports."""
+        return [] if self._verdict is None else _sort_places(self._verdict.found)
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """Return the judged values of the last reports, for :func:`find_outliers`."""
+        return tuple(self._values)
 
 
-_Distances: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # indices of ranks, and their z
+Places: TypeAlias = list[tuple[int, int, float]]  # row, index of the rank and z, the worst first
 
 
-def find_outliers(
-    history: Sequence[torch.Tensor], num_times: int, rule: OutlierRule, *, num_reports: int
-) -> list[tuple[int, int, float]]:
-    """Find row, index of the rank and ``z`` of all values that stand out, the worst first.
-
-    ``history`` is from :meth:`PastReports.add`. A single report is judged alone. Of
-    several, the mean has to stand out, and not because of one report. A rank may then also stand
-    out from its past.
-    """
-    recent = history[-num_reports:]
-    if num_reports > 1 and len(recent) < _FEWEST_REPORTS:
-        return []
-    mean = functools.reduce(torch.add, recent) / len(recent)
-    num_judged = int((mean.isfinite().sum(dim=1) > 0).sum())
-    world = mean.shape[1]
-    limits = _compute_limits(num_judged - 1, world, rule.z)
-    # For speed: most rows have no extremes far enough apart, and are skipped.
-    may_differ = _may_exceed(mean, limits[0] / math.sqrt(len(recent)))
-    may_have_changed = [False] * num_times
-    earlier = history[-num_reports - _NUM_EARLIER : -num_reports] if num_reports > 1 else ()
-    if len(earlier) == _NUM_EARLIER:
-        change = mean[:num_times] - sum(values[:num_times] for values in earlier) / _NUM_EARLIER
-        may_have_changed = _may_exceed(change, _LEAST_CHANGE, is_alone=world == 1)
-    z_by_place: dict[tuple[int, int], float] = {}
-
-    def add(row: int, index: torch.Tensor, z: torch.Tensor) -> None:
-        places = ((row, at) for at in index.tolist())
-        z_by_place.update(zip(places, z.tolist(), strict=True))
-
-    for row, limit in enumerate(limits[:1] + limits[1:] * (len(mean) - 1)):
-        is_time = row < num_times
-        has_changed = is_time and may_have_changed[row]
-        if not (may_differ[row] or has_changed):
-            continue
-        past = torch.stack([values[row] for values in history])
-        if has_changed:
-            index, z = _find_slower_than_before(past, len(recent), limit, rule.individual)
-            usual = past[-_NUM_EARLIER - len(recent) : -len(recent), index].median(dim=0).values
-            is_felt = _is_felt(mean[row, index], usual, mean[0])
-            add(row, index[is_felt], z[is_felt])
-        # The distance from the other ranks replaces that from the rank's past.
-        if may_differ[row]:
-            least = -math.log(rule.relative) / _TIME_NOISE if is_time else 0.0
-            index, z = _find_worse_than_others(past, len(recent), limit, least)
-            if is_time:
-                is_felt = _is_felt(mean[row, index], _compute_quartile(mean[row]), mean[0])
-                index, z = index[is_felt], z[is_felt]
-            add(row, index, z)
+def _sort_places(z_by_place: Mapping[tuple[int, int], float]) -> Places:
     ordered = sorted(z_by_place.items(), key=lambda item: (-item[1], item[0]))
     return [(row, index, z) for (row, index), z in ordered]
 
 
-def _may_exceed(values: torch.Tensor, least: float, *, is_alone: bool = False) -> list[bool]:
-    """Return for each row whether its extremes are at least ``least`` apart."""
-    highest = values.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(dim=1)
-    if is_alone:
-        return (highest >= least).tolist()
+def find_outliers(kept: Sequence[torch.Tensor], num_times: int, rule: OutlierRule) -> Places:
+    """Find the values of the last report that are far from the better half.
+
+    ``kept`` is from :meth:`PastReports.kept`.
+    """
+    values = kept[-1]
+    world = values.shape[1]
+    num_judged = int((values.isfinite().sum(dim=1) > 0).sum())
+    limits = _compute_limits(num_judged - 1, world, rule.z)
+    # For speed: most rows have no extremes far enough apart, and are skipped.
     lowest = values.nan_to_num(torch.inf, torch.inf, torch.inf).amin(dim=1)
-    return (highest - lowest >= least).tolist()
+    highest = values.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(dim=1)
+    may_differ = (highest - lowest >= limits[0]).tolist()
+    iteration_ms = _convert_to_ms(_compute_quartile(values[0]))
+    found: dict[tuple[int, int], float] = {}
+    for row, of_rank in enumerate(values):
+        num_known = int(of_rank.isfinite().sum())
+        num_good = num_known // 2
+        if not may_differ[row] or num_good == 0:
+            continue
+        good = of_rank.argsort()[:num_good]  # NaN is sorted to the end
+        leads = of_rank - of_rank[good].mean()
+        sigma = _measure_noise([of_report[row] for of_report in kept])
+        # The variance of a rank's distance from a mean of num_good ranks.
+        spread = sigma * math.sqrt(1 + 1 / num_good)
+        # The good ranks were selected for being fast: an equal rank is slower by the expected lead.
+        limit = sigma * _compute_expected_lead(num_known - 1, num_good) + limits[row > 0] * spread
+        is_worse = leads >= limit
+        if row < num_times:
+            usual = _compute_quartile(of_rank)
+            least = compute_least_excess(_convert_to_ms(usual), iteration_ms)
+            least = max(least, -math.log(rule.relative))
+            is_worse &= of_rank - usual >= least / _TIME_NOISE
+        index = is_worse.nonzero().flatten()
+        z = (leads[index].double() / spread).tolist()
+        found.update(zip([(row, at) for at in index.tolist()], z, strict=True))
+    return _sort_places(found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -224,104 +225,18 @@ def _compute_limits(num_others: int, world: int, z: float) -> tuple[float, float
     This is Bonferroni's correction: each test gets the chance divided by the number of tests.
     """
     normal = NormalDist()
-    chance = max(math.erfc(z / math.sqrt(2)) / 2 / world, 1e-300)
+    chance = max(compute_chance(z) / world, 1e-300)
     return -normal.inv_cdf(chance), -normal.inv_cdf(chance / max(num_others, 1))
 
 
-def _find_worse_than_others(
-    past: torch.Tensor, num_reports: int, z: float, least: float
-) -> _Distances:
-    """Find the ranks that are worse than the better half of the others.
+def _measure_noise(past: Sequence[torch.Tensor]) -> float:
+    """Return the standard deviation of a rank, measured in several reports.
 
-    ``past`` is ``[num_kept, world]``. The last ``num_reports`` are judged.
+    Changes that all ranks share are not noise, nor is the largest tenth of the differences.
     """
-    recent = past[-num_reports:]
-    mean = recent.mean(dim=0)
-    num_known = int(mean.isfinite().sum())
-    num_good = num_known // 2
-    if num_good == 0:
-        return torch.empty(0, dtype=torch.long), torch.empty(0)
-    good = mean.argsort()[:num_good]  # NaN is sorted to the end
-    sigma = _measure_noise(past, num_reports)
-    # The variance of a rank's distance from a mean of num_good ranks: sigma^2 + sigma^2 / num_good.
-    spread = sigma * math.sqrt(1 + 1 / num_good)
-    # The good ranks were selected for being fast: an equal rank is slower by the expected lead.
-    limit = max(least, sigma * _compute_expected_lead(num_known - 1, num_good) + z * spread)
-    leads = recent - recent[:, good].mean(dim=1, keepdim=True)
-    return _select_lasting(leads, limit, spread)
-
-
-def _find_slower_than_before(
-    past: torch.Tensor, num_reports: int, z: float, score: float
-) -> _Distances:
-    """Find the ranks that have become slower while the median rank has not.
-
-    ``past`` is ``[num_kept, world]``. The last reports are compared with the eight before them.
-    """
-    window = past[-num_reports - _NUM_EARLIER :]
-    if past.shape[1] > 1:
-        window = window - window.nanmedian(dim=1, keepdim=True).values
-    recent, earlier = window[_NUM_EARLIER:], window[:_NUM_EARLIER]
-    # The noise is that of a mean of num_reports, so a single report has num_reports times its
-    # variance. The median of n normal values has pi / 2 / n times the variance of a value.
-    spread = _measure_noise(past, num_reports) * math.sqrt(
-        1 + num_reports * math.pi / 2 / _NUM_EARLIER
-    )
-    limit = max(z * spread, -math.log(score) / _TIME_NOISE)
-    return _select_lasting(recent - earlier.median(dim=0).values, limit, spread)
-
-
-def _select_lasting(leads: torch.Tensor, limit: float, spread: float) -> _Distances:
-    """Return the ranks with a mean lead over the reports that reaches a limit.
-
-    The worst report counts as at most half the limit worse than the second worst: a single bad
-    report is a hiccup.
-    """
-    if len(leads) > 1:
-        second = leads.sort(dim=0).values[-2]
-        leads = leads.minimum(second + limit / 2)
-    distance = leads.mean(dim=0)
-    index = (distance >= limit).nonzero().flatten()
-    return index, distance[index].double() / spread
-
-
-def _measure_noise(past: torch.Tensor, num_reports: int) -> float:
-    """Return the standard deviation of a rank's mean over ``num_reports``, from earlier reports.
-
-    ``past`` is ``[num_kept, world]``. Changes that all ranks share are not noise. The larger of two
-    measurements counts: from single reports, and from means of several, because a busy machine
-    delays a rank for longer than one report.
-    """
-    granted = 1 / math.sqrt(num_reports)
-    world = past.shape[1]
-    earlier = past[:-num_reports, :: max(1, world // _NUM_SAMPLED)]
-    if world < 2 or len(earlier) < 2:
-        return granted
-    earlier = earlier - earlier.nanmean(dim=1, keepdim=True)
-    measured = [_compute_deviation(earlier[1:] - earlier[:-1], world) * granted]
-    if len(earlier) >= 4 * num_reports > 4:
-        means = earlier.unfold(0, num_reports, 1).mean(dim=-1)
-        # Means that share no report.
-        measured.append(_compute_deviation(means[num_reports:] - means[:-num_reports], world))
-    weight = (len(earlier) - 1) * (min(world, _NUM_SAMPLED) - 1)
-    # Variances pooled by their weights (degrees of freedom), the noise granted being the prior:
-    # few reports of few ranks change little.
-    square = _PRIOR_WEIGHT * granted**2 + weight * max(measured) ** 2
-    return max(granted, math.sqrt(square / (_PRIOR_WEIGHT + weight)))
-
-
-def _compute_deviation(steps: torch.Tensor, world: int) -> float:
-    """Return the standard deviation of values from their differences ``[num, world]``.
-
-    The largest tenth of the differences is ignored. Ranks that become slow do not count then, the
-    bursts of a busy machine still do.
-    """
-    known = steps[steps.isfinite()].abs()
-    if len(known) == 0:
-        return 0.0
-    within = known.kthvalue(1 + int(_HEEDED * (len(known) - 1))).values.item()
-    # A difference has twice the variance. Subtracting the mean of the ranks took 1 / world of it.
-    return within / _HEEDED_SIGMAS / math.sqrt(2 * (1 - 1 / world))
+    sampled = torch.stack(list(past))[:, :: max(1, len(past[0]) // _NUM_SAMPLED)]
+    sampled = sampled - sampled.nanmean(dim=1, keepdim=True)
+    return max(1.0, measure_deviation(sampled[1:] - sampled[:-1], 0.9) / math.sqrt(2))
 
 
 @functools.lru_cache(maxsize=64)
@@ -331,26 +246,14 @@ def _compute_expected_lead(num_others: int, num_fast: int) -> float:
     The k-th smallest of n normal values is expected at the quantile (k - 0.375) / (n + 0.25)
     (G. Blom, Statistical Estimates and Transformed Beta Variables, 1958).
     """
-    normal = NormalDist()
     num = min(num_fast, num_others)
     if num_others > 512:  # the mean of half a normal distribution
         return math.sqrt(2 / math.pi)
-    scores = (normal.inv_cdf((k - 0.375) / (num_others + 0.25)) for k in range(1, num + 1))
-    return max(0.0, -fmean(scores))
+    return max(0.0, -fmean(expected_place(k, num_others) for k in range(1, num + 1)))
 
 
-def _is_felt(values: torch.Tensor, usual: torch.Tensor, iterations: torch.Tensor) -> torch.Tensor:
-    """Return whether the excess of times over usual ones is a noticeable part of an iteration."""
-    if not len(values):
-        return values > 0
-    iteration_ms = _convert_to_ms(_compute_quartile(iterations)).item()
-    least_ms = max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * iteration_ms)
-    # Not ">=": if the time of an iteration is unknown, any excess counts.
-    return ~(_convert_to_ms(values) - _convert_to_ms(usual) < least_ms)
-
-
-def _convert_to_ms(values: torch.Tensor) -> torch.Tensor:
-    return (values.double() * _TIME_NOISE).exp()
+def _convert_to_ms(value: torch.Tensor) -> float:
+    return math.exp(value.item() * _TIME_NOISE)
 
 
 def _compute_quartile(values: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,10 @@ from mcore.observe.straggler.exchange import (
     GatheredRows,
 )
 from mcore.observe.straggler.outliers import (
-    NUM_REPORTS,
     Extremes,
     Outlier,
-    OutlierRule,
     PastReports,
+    Places,
     find_outliers,
     relative_scores,
     row_extremes,
@@ -163,12 +162,13 @@ class StragglerReport:
             by section and rank: ``"compute"`` and the declared sections.
         individual_scores: The rank's best median in the last 16 reports over its current median,
             by section and rank.
-        outliers: Ranks that stand out in this report, the worst first.
-        stragglers: Ranks that stand out in the mean of the last three reports, and in two of them,
-            from the other ranks or from their past. The worst are first.
+        outliers: Ranks that stand out in this report, by their times or sensors, the worst first.
+        stragglers: Ranks that are slow by their last 3 to 20 known times, compared with their peers
+            or with their past. The worst are first. Sensors are never a reason.
         local_sections: Sections timed on this rank without being declared, for this rank only.
         ranks: The number that each rank passed to ``configure``. Empty means 0, 1, 2 and so on.
         devices: Device that each rank computes on, such as ``"cuda:3"``. Empty means unknown.
+        measuring: Whether too few reports are known for any of ``stragglers``.
 
     Example:
         >>> report = StragglerReport(
@@ -196,6 +196,7 @@ class StragglerReport:
     ranks: tuple[int, ...] = ()
     stragglers: tuple[Outlier, ...] = ()
     devices: tuple[str, ...] = ()
+    measuring: bool = False
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -394,7 +395,6 @@ class RankComparison:
         unix_time: float,
         hosts: tuple[str, ...],
         names: Sequence[str],
-        rule: OutlierRule,
         past: PastReports,
         local_sections: Mapping[str, SectionStats] | None = None,
         devices: tuple[str, ...] = (),
@@ -405,13 +405,16 @@ class RankComparison:
         self._rows = rows
         self._hosts, self._devices = hosts, devices or ("",) * self.world_size
         self._names = names
-        self._rule = rule
+        self._past = past
         self._local_sections = dict(local_sections or {})
         self._metrics = rows.metrics()
         medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
-        self._judged_names, self._num_times = past.row_names, past.num_times
-        self._history, self._best_medians = past.add(rows, self._medians)
+        self._best_medians = past.add(rows, self._medians)
+        # The next report changes what the past finds.
+        self._kept, self._slow = past.kept(), past.find_stragglers()
+        self._last_times, self._last_medians = past.times, past.last_medians
+        self.is_measuring = past.is_measuring
 
     @cached_property
     def report(self) -> StragglerReport:
@@ -432,11 +435,14 @@ class RankComparison:
             sections=sections,
             relative_scores=self._label_scores(relative_scores(self._medians)),
             individual_scores=self._label_scores(self._best_medians / self._medians),
-            outliers=self._find_outliers(1),
+            outliers=self._describe(
+                find_outliers(self._kept, self._past.num_times, self._past.rule)
+            ),
             local_sections=self._local_sections,
             ranks=self._rows.ranks,
             stragglers=self.stragglers,
             devices=self._devices,
+            measuring=self.is_measuring,
         )
 
     @property
@@ -466,8 +472,8 @@ class RankComparison:
 
     @cached_property
     def stragglers(self) -> tuple[Outlier, ...]:
-        """The ranks that stand out in the last reports, the worst first."""
-        return self._find_outliers(NUM_REPORTS)
+        """The ranks that are slow by the last reports, the worst first."""
+        return self._describe(self._slow)
 
     def throughput_ends(self, num_ranks: int) -> ThroughputEnds:
         """See :meth:`StragglerReport.throughput_ends`."""
@@ -492,16 +498,15 @@ class RankComparison:
             **ends, aflops=[_ValueWithRank(value, rank, "TF") for value, rank in aflops]
         )
 
-    def _find_outliers(self, num_reports: int) -> tuple[Outlier, ...]:
+    def _describe(self, places: Places) -> tuple[Outlier, ...]:
         rows = self._rows
-        places = find_outliers(self._history, self._num_times, self._rule, num_reports=num_reports)
         by_row = {row: self._read_judged_row(row) for row in {row for row, _, _ in places}}
         outliers = []
         for row, index, z in places:
             values, median, scores = by_row[row]
             outliers.append(
                 Outlier(
-                    self._judged_names[row],
+                    self._past.row_names[row],
                     rows.ranks[index],
                     self._hosts[index],
                     values[index],
@@ -514,15 +519,12 @@ class RankComparison:
         return tuple(outliers)
 
     def _read_judged_row(self, row: int) -> tuple[list[float], float, list[float]]:
-        """Return values, their median and scores of the ranks for a judged metric or section."""
-        name = self._judged_names[row]
-        if name in METRICS:
-            values, section = self._metrics[list(METRICS).index(name)], COMPUTE_KIND
-        else:
-            section = self._names.index(name)
-            sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION * section + 1]
-            values = sums / max(self._rows.log_interval, 1)
-        medians = self._medians[section]
+        """Return the last known values, their median and scores for a judged metric or section."""
+        name = self._past.row_names[row]
+        is_time = row < self._past.num_times
+        values = self._last_times[row] if is_time else self._metrics[list(METRICS).index(name)]
+        section = COMPUTE_KIND if name in METRICS else self._names.index(name)
+        medians = self._last_medians[section]
         scores = relative_scores(medians).fmin(self._best_medians[section] / medians)
         return values.tolist(), row_medians(values.unsqueeze(0))[0], scores.tolist()
 

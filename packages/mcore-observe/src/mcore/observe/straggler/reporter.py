@@ -14,14 +14,16 @@ from mcore.observe.straggler.exchange import (
     Exchange,
     GatheredRows,
 )
-from mcore.observe.straggler.outliers import OutlierRule, PastReports, outlier_lines
+from mcore.observe.straggler.outliers import PastReports, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 from mcore.observe.straggler.report import RankComparison
 from mcore.observe.straggler.telemetry import Reading
+from mcore.observe.straggler.verdict import OutlierRule
 
 logger = logging.getLogger("mcore.observe.straggler")
 
 _MAX_NAMED_RANKS = 16
+_MANY_REPORTS = 32  # without a verdict
 _FIRST_STEPS = 16  # before the first report of report_if_due()
 
 # Label and metric of the fields of the first line. Other tools parse it: keep names and order.
@@ -56,7 +58,8 @@ class Reporter:
         self._num_listed = num_listed
         self._names = names
         self._rule = rule
-        self._past = PastReports(names)
+        self._past: PastReports | None = None
+        self._num_measuring = 0
 
     def report(
         self,
@@ -99,15 +102,19 @@ class Reporter:
     def compare(
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
     ) -> RankComparison:
-        """Compare the rows of all ranks. No communication."""
+        """Compare the rows of all ranks, and keep those of an interval. No communication."""
+        past = self._past
+        if past is None or not rows.has_interval:
+            past = PastReports(self._names, rule=self._rule, peers=self.exchange.peers)
+        if rows.has_interval:
+            self._past = past
         return RankComparison(
             rows,
             unix_time=time.time(),
             hosts=self.exchange.hosts,
             devices=self.exchange.devices,
             names=self._names,
-            rule=self._rule,
-            past=self._past,
+            past=past,
             local_sections=local_sections,
         )
 
@@ -120,6 +127,13 @@ class Reporter:
         if logger.isEnabledFor(logging.WARNING):
             for line in outlier_lines(comparison.stragglers):
                 logger.warning("%s", line)
+        self._num_measuring += comparison.is_measuring
+        if comparison.is_measuring and self._num_measuring == _MANY_REPORTS:
+            logger.warning(
+                "straggler: no rank can be judged after %d reports, because too few of them have "
+                "times. Lower sample_every, report less often, or time the steps of all ranks",
+                self._num_measuring,
+            )
         return has_throughput
 
     def log_switch(self, rows: GatheredRows) -> None:

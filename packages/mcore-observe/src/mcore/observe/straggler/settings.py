@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
+from mcore.observe.straggler.exchange import PEERS_BYTES
 from mcore.parallel.groups import GroupLike
 
 if TYPE_CHECKING:
@@ -43,17 +44,23 @@ class StragglerSettings:
             writes a random one to a file of mode 0600 that ``mcore-straggler`` reads.
         controller: Whether rank 0 listens for requests.
         allow_get_toggle: Whether ``GET /`` toggles timing, as with Megatron-LM.
-        z_threshold: The distance of an outlier in standard deviations, above 0. It is raised with
-            the number of ranks and sections, to keep the chance of a false report the same.
-        relative_threshold: An outlier's relative score (time of the fastest ranks over the rank's)
-            is also below this.
-        individual_threshold: A rank stands out from its past if its individual score is below this.
+        z_threshold: The distance of an outlier in standard deviations of the measured noise, above
+            0. It is raised with the number of ranks and sections, to keep the chance of a false
+            report the same.
+        relative_threshold: An outlier also takes this much longer, above 0: its relative score
+            (time of the faster ranks over the rank's) is below this. 1.0 leaves the decision to
+            the noise.
+        individual_threshold: A rank has become slow if its usual time over its time is below this,
+            above 0, and the noise does not explain it.
         telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz). None reads
             NVML, or amdsmi through torch.
         report_every_s: About how often :meth:`StragglerDetector.report_if_due` reports, in seconds.
         on_straggler: The action of a report with ``stragglers``, in addition to the warning on
             rank 0. ``"log"`` does nothing more, ``"stop"`` raises :class:`StragglerFoundError` on
             every rank, and a function is called with the report on every rank.
+        peers: A label of at most 32 bytes for the work and the hardware of this rank, such as
+            ``"stage 0"``. A verdict compares ranks with the same label. Ranks without such a peer
+            are compared with their past.
 
     Raises:
         ValueError: A value is out of range.
@@ -81,10 +88,11 @@ class StragglerSettings:
     allow_get_toggle: bool = False
     z_threshold: float = 3.3
     relative_threshold: float = 1.0
-    individual_threshold: float = 0.75
+    individual_threshold: float = 0.85
     telemetry: Callable[[], Sequence[float]] | None = None
     report_every_s: float = 300.0
     on_straggler: OnStraggler = "log"
+    peers: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mmcnt", max(self.mmcnt, 1))
@@ -98,6 +106,9 @@ class StragglerSettings:
             ("prefill", self.prefill >= 0, "0 or more"),
             ("sample_every", self.sample_every >= 1, "at least 1"),
             ("z_threshold", self.z_threshold > 0, "a number above 0"),
+            ("relative_threshold", self.relative_threshold > 0, "a number above 0"),
+            ("individual_threshold", self.individual_threshold > 0, "a number above 0"),
+            ("peers", len(self.peers.encode()) <= PEERS_BYTES, f"at most {PEERS_BYTES} bytes"),
             ("report_every_s", self.report_every_s > 0, "seconds above 0"),
             ("on_straggler", can_act, "'log', 'stop' or a function of the report"),
         ):

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from mcore.observe.extras import require_extra
 from mcore.observe.straggler_command.client import (
     MOST_TEXT,
     TOKEN_VARIABLE,
@@ -124,13 +125,26 @@ def _watch(clients: list[Client], options: argparse.Namespace) -> int:
     if options.json and not options.once:
         print("mcore-straggler: error: watch --json needs --once", file=sys.stderr)  # noqa: T201
         return USAGE
+    if not options.json:
+        try:
+            require_extra("watch", "mcore-straggler watch")
+        except ModuleNotFoundError as error:
+            print(f"mcore-straggler: error: {error}", file=sys.stderr)  # noqa: T201
+            return USAGE
     poller = Poller(clients, options.metric, options.interval)
+    poller.poll_once()
+    reports = [job.report for job in poller.jobs if job.report is not None]
+    names = list(dict.fromkeys(name for report in reports for name in report.names))
+    if reports and options.metric not in names:
+        known = plain(", ".join(names), 400)
+        text = f"no controller has the metric {plain(options.metric)!r}: they have {known}"
+        print(f"mcore-straggler: error: {text}", file=sys.stderr)  # noqa: T201
+        return USAGE
     if not options.once:
         try:
             show_live(poller, options.rows, sys.stdout)
         except KeyboardInterrupt:
             return _choose_exit_code(poller.jobs)
-    poller.poll_once()
     rows = _DEFAULT_ROWS if options.rows is None else options.rows
     if options.json:
         _print(json.dumps(as_json(poller.jobs, rows), allow_nan=False))

@@ -1,4 +1,4 @@
-"""The live table: with rich on a terminal, as plain text anywhere else."""
+"""The live table on a terminal, and as text anywhere else."""
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from mcore.observe.straggler_command.client import Client
 from mcore.observe.straggler_command.snapshot import JobSnapshot, refresh
-from mcore.observe.straggler_command.table import (
-    LEFT_ALIGNED,
-    columns,
-    fitting,
-    headline,
-    lines,
-    verdict,
-)
+from mcore.observe.straggler_command.table import build_table, format_text
 from mcore.observe.terminal import ASCII_BARS, BARS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_CLEAR = "\x1b[H\x1b[J"
 _DRAW_EVERY_S = 0.5
 _WIDTH_OF_PIPES = 120
 _LINES_PER_JOB = 4  # without its ranks
@@ -68,16 +60,14 @@ class Poller:
 
 
 def show_live(poller: Poller, most: int | None, out: TextIO) -> None:
-    """Show the jobs until KeyboardInterrupt. A pipe gets all jobs after each change."""
-    poller.poll_once()
+    """Show the polled jobs until KeyboardInterrupt. A pipe gets all jobs after each change."""
     poller.start()
     try:
-        if not is_terminal(out):
-            _print_changes(poller, most, out)
-        elif has_rich():
-            _show_with_rich(poller, most, out)
+        # A dumb terminal cannot be cleared.
+        if out.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            _redraw(poller, most, out)
         else:
-            _redraw_text(poller, most, out)
+            _print_changes(poller, most, out)
     finally:
         poller.stop()
 
@@ -86,23 +76,7 @@ def text_of(jobs: Sequence[JobSnapshot], most: int | None, out: TextIO) -> str:
     """Return all jobs as text, as wide as the terminal, or 120 columns for a pipe."""
     size = shutil.get_terminal_size((_WIDTH_OF_PIPES, 24))
     width = max(1, size.columns - 1) if out.isatty() else _WIDTH_OF_PIPES
-    rows = _count_rows(len(jobs), most, size.lines)
-    blocks = (lines(job, rows, width, bars=_choose_bars(out)) for job in jobs)
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
-
-
-def is_terminal(out: TextIO) -> bool:
-    """Return whether the output is a terminal that can be cleared."""
-    return out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def has_rich() -> bool:
-    """Return whether the extra ``watch`` is installed."""
-    try:
-        import rich.live  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return format_text(jobs, _count_rows(len(jobs), most, size.lines), width, _choose_bars(out))
 
 
 def _print_changes(poller: Poller, most: int | None, out: TextIO) -> None:
@@ -116,57 +90,20 @@ def _print_changes(poller: Poller, most: int | None, out: TextIO) -> None:
         time.sleep(_DRAW_EVERY_S)
 
 
-def _redraw_text(poller: Poller, most: int | None, out: TextIO) -> None:
-    hint = 'for colours: pip install "mcore-observe[watch]"\n'
-    while True:
-        out.write(_CLEAR + text_of(poller.jobs, most, out) + hint)
-        out.flush()
-        time.sleep(_DRAW_EVERY_S)
-
-
-def _show_with_rich(poller: Poller, most: int | None, out: TextIO) -> None:
+def _redraw(poller: Poller, most: int | None, out: TextIO) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console(file=out, highlight=False, markup=False, emoji=False)
 
     def draw() -> RenderableType:
-        return _build_renderable(
-            poller.jobs, most, console.width, console.height, _choose_bars(out)
-        )
+        rows = _count_rows(len(poller.jobs), most, console.height)
+        return build_table(poller.jobs, rows, _choose_bars(out))
 
     with Live(draw(), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(_DRAW_EVERY_S)
             live.update(draw(), refresh=True)
-
-
-def _build_renderable(
-    jobs: Sequence[JobSnapshot], most: int | None, width: int, height: int, bars: str
-) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = _count_rows(len(jobs), most, height)
-    parts: list[RenderableType] = []
-    for job in jobs:
-        style = "bold red" if job.error is not None else "bold"
-        parts.append(Text(headline(job), style, no_wrap=True, overflow="ellipsis"))
-        if text := verdict(job):
-            parts.append(Text(text, "red" if job.slow else "green", overflow="ellipsis"))
-        by_title = fitting(columns(job, rows, bars=bars), width)
-        if by_title:
-            table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-            for title in by_title:
-                is_text = title in LEFT_ALIGNED
-                table.add_column(Text(title), justify="left" if is_text else "right", no_wrap=True)
-            is_slow = [bool(row.slow_in) for row in job.rows(rows)]
-            for slow, cells in zip(is_slow, zip(*by_title.values(), strict=True), strict=True):
-                table.add_row(*map(Text, cells), style="red" if slow else "")
-            parts.append(table)
-        parts.append(Text())
-    return Group(*parts)
 
 
 def _count_rows(num_jobs: int, most: int | None, height: int) -> int:

@@ -37,8 +37,7 @@ class SlowRank:
             plain(str(fields.get("device", "")), MOST_TEXT),
         )
         metric, value = str(fields["metric"]), _read_number(fields["value"])
-        is_known = metric in report["metrics"] or metric in report["sections"]
-        times = value / _compute_median(_read_values(report, metric)) if is_known else math.nan
+        times = value / _compute_median(_read_values(report, metric))
         score = _read_number(fields["score"])
         return cls(int(fields["rank"]), host, device, plain(metric, MOST_TEXT), value, times, score)
 
@@ -60,13 +59,14 @@ class ReportColumns:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     devices: tuple[str, ...]
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # NaN if the report lacks the metric
+    names: tuple[str, ...]  # of its metrics and sections
     sensors: dict[str, tuple[float, ...]]  # that at least one device has
     slow: tuple[SlowRank, ...]
 
     @classmethod
     def read(cls, report: dict[str, Any], metric: str) -> ReportColumns:
-        """Read the JSON of a report. AnswerError if it is not a report or lacks the metric."""
+        """Read the JSON of a report. AnswerError if it is not a report."""
         try:
             sensors = {
                 name: tuple(map(_read_number, report["metrics"].get(name, ()))) for name in SENSORS
@@ -75,7 +75,8 @@ class ReportColumns:
                 ranks=tuple(map(int, report["ranks"])),
                 hosts=tuple(plain(str(host), MOST_TEXT) for host in report["hosts"]),
                 devices=tuple(plain(str(device), MOST_TEXT) for device in report["devices"]),
-                values=_read_values(report, metric),
+                values=_read_values(report, metric) or (math.nan,) * len(report["ranks"]),
+                names=tuple(plain(name, MOST_TEXT) for name in _list_names(report)),
                 sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
                 slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
             )
@@ -186,15 +187,17 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
     return replace(after, report=report, recent=(*recent[1 - NUM_KEPT :], report.values))
 
 
+def _list_names(report: dict[str, Any]) -> list[str]:
+    return [*report["metrics"], *report["sections"]]
+
+
 def _read_values(report: dict[str, Any], metric: str) -> tuple[float, ...]:
+    """Return the values of a metric or section by rank, none if the report lacks it."""
     metrics, sections = report["metrics"], report["sections"]
     if metric in metrics:
         return tuple(map(_read_number, metrics[metric]))
-    if metric not in sections:
-        names = plain(", ".join([*metrics, *sections]), 400)
-        raise AnswerError(f"the report has no metric {metric!r}; it has {names}")
     steps = max(1, int(report["log_interval"]))
-    return tuple(_read_number(one["sum_ms"]) / steps for one in sections[metric])
+    return tuple(_read_number(one["sum_ms"]) / steps for one in sections.get(metric, ()))
 
 
 def _compute_median(values: Iterable[float]) -> float:

@@ -1,20 +1,23 @@
-"""Snapshots of jobs as lines of text, and as a JSON object for scripts."""
+"""Snapshots of jobs as a table for a terminal, and as a JSON object for scripts."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mcore.observe.straggler_command.snapshot import SENSORS, JobSnapshot, RankRow
 from mcore.observe.terminal import BARS, sparkline
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _UNITS = {"data_ms": "ms", "etpt_tf": "TFLOP/s", **SENSORS}
 _SPARK = 16
 _MOST_NAMED = 3
 _MOST_CHARACTERS = 24  # of a host or a list of sections
-_BY_NEED = ("rank", "value", "x median", "host", "slow in", "recent", "device")
-LEFT_ALIGNED = ("host", "slow in", "recent", "device")
+_LEFT_ALIGNED = ("host", "slow in", "recent", "device")
 
 
 def headline(job: JobSnapshot) -> str:
@@ -70,39 +73,48 @@ def value_title(job: JobSnapshot) -> str:
     return "step ms" if job.metric == "elapsed_ms" else f"{job.metric.partition('_')[0]} {unit}"
 
 
-def lines(job: JobSnapshot, most: int, width: int, *, bars: str = BARS) -> Iterator[str]:
-    """Yield a job as text of a width. Columns that do not fit are left out."""
-    yield headline(job)[:width]
-    if text := verdict(job):
-        yield text[:width]
-    by_title = fitting(columns(job, most, bars=bars), width)
-    for cells in zip(*([title, *rest] for title, rest in by_title.items()), strict=True):
-        padded = (
-            cell.ljust(width_of(title, by_title[title]))
-            if title in LEFT_ALIGNED
-            else cell.rjust(width_of(title, by_title[title]))
-            for title, cell in zip(by_title, cells, strict=True)
-        )
-        yield "  ".join(padded).rstrip()[:width]
-    if by_title and job.report is not None and (hidden := len(job.report.ranks) - most) > 0:
-        yield f"({hidden} more ranks)"[:width]
+def build_table(jobs: Sequence[JobSnapshot], most: int, bars: str) -> RenderableType:
+    """Return all jobs for a terminal, each with its ``most`` slowest ranks."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for job in jobs:
+        style = "bold red" if job.error is not None else "bold"
+        parts.append(Text(headline(job), style, no_wrap=True, overflow="crop"))
+        if text := verdict(job):
+            style = "red" if job.slow else "green"
+            parts.append(Text(text, style, no_wrap=True, overflow="crop"))
+        by_title = columns(job, most, bars=bars)
+        if by_title:
+            table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+            for title in by_title:
+                justify: Any = "left" if title in _LEFT_ALIGNED else "right"
+                # The numbers stay whole while there is room for them.
+                low = 6 if title in ("rank", "x median", value_title(job)) else None
+                heading = Text(title, overflow="crop")
+                table.add_column(
+                    heading, justify=justify, no_wrap=True, overflow="crop", min_width=low
+                )
+            is_slow = [bool(row.slow_in) for row in job.rows(most)]
+            for slow, cells in zip(is_slow, zip(*by_title.values(), strict=True), strict=True):
+                table.add_row(*map(Text, cells), style="red" if slow else "")
+            parts.append(table)
+            if job.report is not None and (hidden := len(job.report.ranks) - most) > 0:
+                parts.append(Text(f"({hidden} more ranks)", no_wrap=True, overflow="crop"))
+        parts.append(Text())
+    return Group(*parts)
 
 
-def fitting(by_title: Mapping[str, list[str]], width: int) -> dict[str, list[str]]:
-    """Return the columns that fit into a width, in their order. The most important are kept."""
-    need = {title: _BY_NEED.index(title) if title in _BY_NEED else 1 for title in by_title}
-    left = width + 2
-    kept: list[str] = []
-    for title in sorted(by_title, key=lambda one: need[one]):
-        left -= width_of(title, by_title[title]) + 2
-        if left >= 0 or not kept:
-            kept.append(title)
-    return {title: cells for title, cells in by_title.items() if title in kept}
+def format_text(jobs: Sequence[JobSnapshot], most: int, width: int, bars: str = BARS) -> str:
+    """Return all jobs as text of a width, without colours."""
+    from rich.console import Console
 
-
-def width_of(title: str, cells: Sequence[str]) -> int:
-    """Return the width of a column in characters."""
-    return max(map(len, (title, *cells)))
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(build_table(jobs, most, bars))
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()) + "\n"
 
 
 def as_json(jobs: Sequence[JobSnapshot], most: int) -> dict[str, Any]:

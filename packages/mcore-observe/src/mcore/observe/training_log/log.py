@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.model_groups import find_process_groups
+from mcore.observe.norms import find_process_groups
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
 from mcore.observe.sinks.scalars import Scalars, as_number, one_number
 from mcore.observe.sinks.trackers import SinkTable, emit
@@ -138,7 +138,7 @@ def training_log(
         ... )
         False
         >>> totals["lm loss"]
-        tensor([2.5000])
+        tensor([2.5000], dtype=torch.float64)
     """
     given = StepInput(
         losses=loss_dict,

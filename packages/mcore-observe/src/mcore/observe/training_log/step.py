@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore.observe.model_groups import find_process_groups
-from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.norms import find_process_groups
+from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks.scalars import as_number, only_numbers
 from mcore.parallel.groups import as_process_group, get_pg_size, world_size
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
@@ -81,7 +81,7 @@ class LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
         sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
-        writes = is_last_rank()
+        writes = writes_log(global_state)
         return cls(
             given=given,
             losses=only_numbers(given.losses, warns=writes),

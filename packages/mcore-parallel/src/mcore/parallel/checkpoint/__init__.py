@@ -13,6 +13,7 @@ from mcore.parallel.checkpoint.builders import (
     sharded_state_dict_default,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
+from mcore.parallel.checkpoint.figures import SaveStats
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
@@ -20,6 +21,7 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
+from mcore.parallel.checkpoint.load import load_sharded_state_dict
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
 from mcore.parallel.checkpoint.planning.validation import (
     ShardRecord,
@@ -33,7 +35,7 @@ from mcore.parallel.checkpoint.run_state.training_state import (
     load_training_state,
     save_training_state,
 )
-from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
+from mcore.parallel.checkpoint.save import save_sharded_state_dict
 from mcore.parallel.checkpoint.sharded import (
     CommonStateDict,
     ReplicaId,
@@ -56,6 +58,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "ReplicaId",
     "SaveHandle",
+    "SaveStats",
     "ShardRecord",
     "ShardedBase",
     "ShardedLoadPlanner",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    find_passing,
+    is_out_of_memory,
+)
 from mcore.parallel.checkpoint.inspection.output import Output, escaped
 
 _DESCRIPTION = """\
@@ -17,8 +22,8 @@ PATH is a checkpoint of this package or of torch.distributed.checkpoint, or the 
 checkpoints step_N in it. No code in a checkpoint is run. Only to-torch loads a whole checkpoint.
 """
 _EXIT_CODES = """\
-exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: the arguments are
-wrong, or a path cannot be read.
+exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: anything else: the
+arguments are wrong, a path cannot be read or written, or the memory does not suffice.
 """
 _BROKEN_PIPE = 128 + 13  # the exit code of a shell for a program that SIGPIPE ended
 
@@ -35,12 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter writes the rest of the buffer at its end, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except (CheckpointingException, OSError) as error:
-        lines = map(escaped, str(error).splitlines())
-        sys.stderr.write("\n".join(["error: " + next(lines, ""), *lines, ""]))
-        return 2
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
+    except Exception as error:
+        # An error of Python would end with 1, which means damage or a difference.
+        is_expected = isinstance(error, CheckpointingException) or find_passing(error)
+        if not is_expected and not isinstance(error, OSError):
+            traceback.print_exc()
+        kind = "out of memory: " if is_out_of_memory(error) else ""
+        lines = map(escaped, (str(error) or type(error).__name__).splitlines())
+        sys.stderr.write("\n".join([f"error: {kind}{next(lines)}", *lines, ""]))
+        return 2
     return code
 
 

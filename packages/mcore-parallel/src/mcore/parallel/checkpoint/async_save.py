@@ -5,11 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from mcore.parallel.checkpoint.figures import Clock, SaveStats
 from mcore.parallel.checkpoint.files.places import Place
 from mcore.parallel.checkpoint.team import Team, name_lost_ranks
 from mcore.parallel.groups import group_ranks
@@ -27,6 +29,8 @@ class SaveHandle:
 
     Attributes:
         path: The path of the checkpoint.
+        stats: The figures of the save, None until it has finished. ``waited_s`` includes the time
+            in :meth:`result`.
 
     Example:
         >>> import tempfile, torch
@@ -40,9 +44,17 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, path: Place, future: concurrent.futures.Future[None]) -> None:
+    def __init__(self, path: Place, future: concurrent.futures.Future[SaveStats]) -> None:
         self.path = path
         self._future = future
+        self._waited_s = 0.0
+
+    @property
+    def stats(self) -> SaveStats | None:
+        if not self._future.done() or self._future.exception() is not None:
+            return None
+        stats = self._future.result()
+        return stats._replace(waited_s=stats.waited_s + self._waited_s)
 
     def done(self) -> bool:
         """Return whether the save has finished or failed on this rank."""
@@ -61,12 +73,15 @@ class SaveHandle:
             CheckpointingException: The save failed. All ranks raise it.
             TimeoutError: The save is not finished yet. It continues.
         """
+        started = time.perf_counter()
         try:
             self._future.result(timeout)
         except concurrent.futures.TimeoutError as error:
             raise TimeoutError(
                 f"the save to {self.path} is not finished after {timeout} s"
             ) from error
+        finally:
+            self._waited_s += time.perf_counter() - started
         return self.path
 
     def wait(self, timeout: float | None = None) -> None:
@@ -83,7 +98,7 @@ class _SaveQueue:
 
     world: dist.ProcessGroup | None
     team: Team
-    last: concurrent.futures.Future[None] | None = None
+    last: concurrent.futures.Future[SaveStats] | None = None
 
 
 _lock = threading.Lock()
@@ -117,25 +132,26 @@ def _find_queue(team: Team) -> _SaveQueue:
     return queue
 
 
-def start_async_save(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+def start_async_save(
+    path: Place, team: Team, save: Callable[[Team], SaveStats], clock: Clock
+) -> SaveHandle:
     """Run a save in a thread, after earlier saves of the same ranks, in a team with its own group.
 
     Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
     """
     queue = _find_queue(team)
-    before, future = queue.last, concurrent.futures.Future[None]()
+    before, future = queue.last, concurrent.futures.Future[SaveStats]()
     queue.last = future
 
     def work() -> None:
         if before is not None:
             concurrent.futures.wait([before])
         try:
-            save(queue.team)
+            future.set_result(save(queue.team))
         except BaseException as error:
             logger.error("the asynchronous save to %s failed: %s", path, error)
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
+    clock.release_training()
     threading.Thread(target=work, name=f"save-{path.name}").start()
     return SaveHandle(path, future)

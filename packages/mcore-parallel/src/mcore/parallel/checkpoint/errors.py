@@ -51,6 +51,12 @@ def is_lasting(error: OSError) -> bool:
     return error.errno in _LASTING
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory, for which torch raises three types."""
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def find_passing(error: BaseException) -> BaseException | None:
     """Return the cause of an error that is no proof of damage, such as a lack of memory, or None.
 
@@ -58,12 +64,8 @@ def find_passing(error: BaseException) -> BaseException | None:
     """
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, MemoryError | torch.OutOfMemoryError):
+        if is_out_of_memory(found) or (isinstance(found, OSError) and not is_lasting(found)):
             return found
-        if isinstance(found, OSError) and not is_lasting(found):
-            return found
-        if isinstance(found, RuntimeError) and "can't allocate memory" in str(found):
-            return found  # of torch, on the CPU
         found = found.__cause__
     return None
 
@@ -85,16 +87,16 @@ def raise_as_damage() -> Iterator[None]:
 
 
 @contextmanager
-def name_checkpoint(path: object) -> Iterator[None]:
-    """Add the path of the checkpoint to an error. An error that may pass is raised as it is.
+def name_checkpoint(action: str, path: object) -> Iterator[None]:
+    """Add the path of the checkpoint to an error. In a load, an error that may pass stays as it is.
 
     The other ranks raise a CheckpointingException with its text.
     """
     try:
         yield
     except CheckpointingException as error:
-        text = f"cannot load {path}: {error}"
-        passing = find_passing(error)
+        text = f"cannot {action} {path}: {error}"
+        passing = find_passing(error) if action == "load" else None
         if passing is None or isinstance(passing, UnreachableError):
             raise type(error)(text) from error
         if hasattr(passing, "add_note"):

@@ -14,7 +14,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ReplicaId, Shape, ShardedBase, as_shape
+from mcore.parallel.checkpoint.sharded import (
+    LocalEntry,
+    ReplicaId,
+    Shape,
+    ShardedBase,
+    as_shape,
+)
 
 T = TypeVar("T")
 
@@ -202,7 +208,7 @@ def _find_odd_types(value: Any) -> Iterator[type]:
         yield type(value)
 
 
-class LocalNonpersistentObject(Generic[T]):
+class LocalNonpersistentObject(LocalEntry, Generic[T]):
     """A value that is never saved. A load returns the local value.
 
     Args:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.tensor.dtensor import to_local_if_dtensor
 
+_Entry = TypeVar("_Entry", bound="LocalEntry")
 ReplicaId = int | tuple[int, ...]
 Shape = tuple[int, ...]
 StateDict = dict[str, Any]
@@ -41,7 +44,35 @@ def as_shape(numbers: Iterable[int]) -> Shape:
     return tuple(map(index, numbers))
 
 
-class ShardedBase:
+class LocalEntry:
+    """An entry that a save of this package understands. It can be copied, but not pickled.
+
+    A saver without support for it would pickle it on one rank and report success: the checkpoint
+    would have this rank's shard for the whole.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if getattr(self, "data", self) is None:  # a description
+            return super().__reduce_ex__(protocol)
+        raise pickle.PicklingError(
+            f"cannot pickle the {type(self).__name__} {getattr(self, 'key', '')!r}: a checkpoint "
+            "would keep the part of one rank. Save the state dict with "
+            "mcore.parallel.checkpoint.save_sharded_state_dict(...). For dist_checkpointing of "
+            "Megatron-LM, convert it with mcore.modules.to_megatron_sharded_state_dict(...)"
+        )
+
+    def __copy__(self: _Entry) -> _Entry:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self: _Entry, memo: dict[int, Any]) -> _Entry:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class ShardedBase(LocalEntry):
     """The base of :class:`ShardedTensor` and :class:`ShardedObject`, for isinstance.
 
     Attributes:
@@ -59,7 +90,7 @@ class ShardedBase:
 class ShardedTensor(ShardedBase):
     """A rank's shard of a global tensor: a box of it.
 
-    Axes prepended to the tensor (stacked layers, say) are the first in ``global_shape`` and
+    Axes prepended to the tensor (of stacked layers) are the first in ``global_shape`` and
     ``global_offset`` and are not part of ``local_shape``. ``==`` compares the descriptions, not
     ``data``.
 

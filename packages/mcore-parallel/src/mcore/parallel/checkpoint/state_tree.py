@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,11 +20,22 @@ _BARE_MARKER = "is_bare_tensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 
+class Role(str, Enum):
+    """How ranks with different values of a leaf are treated."""
+
+    FIRST = "first"  # the value of the first rank is saved, with a warning
+    MUST_AGREE = "must agree"
+    PER_RANK = "per rank"  # each rank's value is saved
+    LEFT_OUT = "left out"  # not saved, unless it is PER_RANK on another rank
+
+
 @dataclass(frozen=True)
 class OneLeaf:
     """A value that is saved and loaded as one leaf, also if it consists of containers."""
 
     value: Any = None
+    role: Role = Role.FIRST
+    merge: Callable[[list[Any]], Any] | None = None  # makes what is saved of all ranks' values
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,8 @@ class Entries:
     objects: list[tuple[Path, ShardedObject]]  # by unique key
     common: dict[str, tuple[Path, Any]]  # equal on all ranks, by dotted name
     local: list[tuple[Path, Any]]  # never saved
-    written: frozenset[str] | None = None  # common leaves that this rank writes; None: not chosen
-
-    def written_common(self, *, is_first: bool) -> dict[str, Any]:
-        """Return the common leaves that this rank writes. By default the first rank writes all."""
-        if self.written is not None:
-            return {name: self.common[name][1] for name in sorted(self.written)}
-        return {name: value for name, (_, value) in self.common.items()} if is_first else {}
+    roles: dict[str, Role] = field(default_factory=dict)  # of common leaves
+    merged: dict[str, OneLeaf] = field(default_factory=dict)  # those made of all ranks' values
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
@@ -72,12 +79,17 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             raise CheckpointingException(
                 f"two leaves of the state dict have the name {name!r}. Rename one of them"
             )
+        elif isinstance(value, OneLeaf):
+            entries.common[name] = (path, value.value)
+            if value.merge is not None:
+                entries.merged[name] = value
+            elif value.role is not Role.FIRST:
+                entries.roles[name] = value.role
         else:
-            entries.common[name] = (path, value.value if isinstance(value, OneLeaf) else value)
+            entries.common[name] = (path, value)
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
-    common = dict(sorted(entries.common.items()))
-    return Entries(entries.tensors, entries.objects, common, entries.local)
+    return replace(entries, common=dict(sorted(entries.common.items())))
 
 
 def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:

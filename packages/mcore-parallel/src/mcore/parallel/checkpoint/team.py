@@ -51,8 +51,7 @@ class Team:
         If it fails on any rank, all ranks raise the reports of all: a DamagedCheckpointError if
         each of them is one, else a CheckpointingException.
         """
-        result, _ = self._agree(lambda: (step(), ()), 0, self.max)
-        return result
+        return self._agree(lambda: (step(), ()), 0, self.max)[0]
 
     def agree_any(
         self, step: Callable[[], tuple[T, Sequence[int]]], count: int
@@ -67,7 +66,7 @@ class Team:
             payloads = step()
             return payloads, [len(one) if self.is_first else 0 for one in payloads]
 
-        payloads, lengths = self._agree(step_with_lengths, count, self.max)
+        payloads, lengths = self.agree_max(step_with_lengths, count)
         if self.group is None or not any(lengths):
             return list(payloads)
         device, payload = comm_device(self.group), b"".join(payloads)
@@ -97,51 +96,62 @@ class Team:
             failure = 1 if isinstance(error, DamagedCheckpointError) else 2
         failure, *combined = combine([failure, *numbers])
         if failure:
-            report = None if cause is None else describe_error(cause)
             kind = DamagedCheckpointError if failure == 1 else CheckpointingException
-            raise kind(self._merge_reports(report)) from cause
+            raise self._merge_reports(cause, kind) from cause
         return result, combined
 
-    def _merge_reports(self, report: str | None) -> str:
-        """Return the reports of all failed ranks. Without a group this process is the only one."""
+    def _merge_reports(
+        self, cause: Exception | None, kind: type[CheckpointingException]
+    ) -> CheckpointingException:
+        """Return an error with the reports of all failed ranks. One all-gather."""
+        report = None if cause is None else describe_error(cause)
         if self.group is None:
-            return str(report)
+            return kind(report)
         with name_lost_ranks():
-            return merge_reports(gathered_reports(report, self.group))
+            return kind(merge_reports(gathered_reports(report, self.group)))
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collect every rank's bytes on the first rank. The others get an empty list."""
+    def agree_max(
+        self, step: Callable[[], tuple[T, Sequence[int]]], count: int
+    ) -> tuple[T, list[int]]:
+        """Like :meth:`agree`, for a step that also returns ``count`` integers, for their maxima."""
+        return self._agree(step, count, self.max)
+
+    def gather(self, payload: bytes, width: int) -> list[bytes]:
+        """Return the bytes of all ranks on the first rank, else none. One gather.
+
+        Each is padded with zeros to ``width``, which is equal on all ranks.
+        """
         if self.group is None:
             return [payload]
-        device = comm_device(self.group)
-        # A gather collects elements of one size, so each is padded to the longest.
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
-        sizes[self.rank] = len(payload)
+        padded = _make_tensor(payload.ljust(width, b"\0")).to(comm_device(self.group))
+        received = [torch.empty_like(padded) for _ in range(self.size)] if self.is_first else None
         with name_lost_ranks():
-            dist.all_reduce(sizes, group=self.group)
-            lengths = [int(length) for length in sizes.tolist()]
-            width = max(1, *lengths)
-            padded = _make_tensor(payload.ljust(width, b"\0")).to(device)
-            received = [torch.empty_like(padded) for _ in lengths] if self.is_first else None
             dist.gather(padded, received, group=self.group, group_dst=0)
-        return [
-            bytes_of(one)[:length] for one, length in zip(received or [], lengths, strict=False)
-        ]
+        return [bytes_of(one) for one in received or []]
 
-    def scatter_bytes(self, payloads: Sequence[bytes]) -> bytes:
-        """Return this rank's element of the first rank's ``payloads``, one for each rank."""
+    def scatter(self, step: Callable[[], Sequence[bytes]], width: int) -> bytes:
+        """Run ``step`` on the first rank, and return this rank's element of its result.
+
+        One scatter of at most ``width`` bytes a rank, which is equal on all ranks. If the step
+        fails, all ranks raise its report.
+        """
         if self.group is None:
-            return payloads[0]
-        # A scatter sends elements of one size, so each is padded and preceded by its length.
-        [width] = self.max([max(map(len, payloads), default=0)])
-        device = comm_device(self.group)
-        message = torch.empty(8 + width, dtype=torch.uint8, device=device)
-        padded = [len(one).to_bytes(8, "big") + one.ljust(width, b"\0") for one in payloads]
+            return step()[0]
+        cause, sent = None, None
+        # A first byte of 1 says that the step succeeded.
+        message = torch.zeros(1 + width, dtype=torch.uint8, device=comm_device(self.group))
+        if self.is_first:
+            try:
+                padded = [b"\1" + one.ljust(width, b"\0") for one in step()]
+                sent = [_make_tensor(one).to(message.device) for one in padded]
+            except Exception as error:
+                cause, sent = error, [message.clone() for _ in range(self.size)]
         with name_lost_ranks():
-            sent = [_make_tensor(one).to(device) for one in padded] if self.is_first else None
             dist.scatter(message, sent, group=self.group, group_src=0)
         received = bytes_of(message)
-        return received[8 : 8 + int.from_bytes(received[:8], "big")]
+        if not received[0]:
+            raise self._merge_reports(cause, CheckpointingException) from cause
+        return received[1:]
 
     def _combine_flags(self, flags: Sequence[int]) -> list[int]:
         """Return the maxima of all ranks' flags. They are sent as bytes, in one message."""

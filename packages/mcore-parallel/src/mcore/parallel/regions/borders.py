@@ -219,12 +219,18 @@ def gather_from_sequence_parallel_region(
     Raises:
         ValueError: There are not n sizes, this rank's size is not that of ``input_``, ``input_``
             has no dims, or this rank is not a member of ``group``.
+        TypeError: ``tensor_parallel_output_grad``, the second argument, is a group.
 
     Example:
         >>> import torch
         >>> gather_from_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
+    if not isinstance(tensor_parallel_output_grad, int):  # a group here would gather nothing
+        raise TypeError(
+            f"got a {type(tensor_parallel_output_grad).__name__} as tensor_parallel_output_grad: "
+            "pass the group by keyword, gather_from_sequence_parallel_region(input_, group=...)"
+        )
     sizes = check_output_sizes, output_split_sizes
     if tensor_parallel_output_grad:
         return _apply_across(GatherToPartial, input_, group, sizes=sizes)

@@ -46,6 +46,15 @@ def status_of(error: BaseException | None) -> str:
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
+def exit_code_of(status: str) -> int:
+    """Return the exit code of the process if it ends with a status, else the usual code.
+
+    143 is 128 + SIGTERM, the exit code that a shell shows for a terminated process.
+    """
+    usual = {"FINISHED": 0, "KILLED": 143}.get(status, 1)
+    return _WATCH.code if _WATCH.code is not None and _WATCH.status == status else usual
+
+
 def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> Callable[[], None]:
     """Call a function with the status when the interpreter exits.
 
@@ -72,7 +81,8 @@ class _ProcessWatch:
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []
         self.first_callbacks: list[Callable[[str], None]] = []
-        self._status = "FINISHED"
+        self.status = "FINISHED"
+        self.code: int | None = None  # None: not known
         self._installed_in: int | None = None
 
     def install(self) -> None:
@@ -99,20 +109,21 @@ class _ProcessWatch:
     def _record_exception(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        self._status = status_of(error)
+        self.status = status_of(error)
         self._previous_hook(kind, error, traceback)
 
     def _record_exit(self, status: str | int | None = None, /) -> NoReturn:
         # In another thread sys.exit ends only that thread.
         if threading.current_thread() is threading.main_thread():
-            self._status = status_of(SystemExit(status))
+            self.status = status_of(SystemExit(status))
+            self.code = status if isinstance(status, int) else int(status is not None)
         self._previous_exit(status)
 
     def _exit_on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._installed_in:  # a forked child: die as without this handler
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self._status = "KILLED"
+        self.status, self.code = "KILLED", 128 + signum
         raise SystemExit(128 + signum)
 
     def _run_callbacks(self) -> None:
@@ -120,7 +131,7 @@ class _ProcessWatch:
             return
         for callback in reversed((*self.callbacks, *self.first_callbacks)):
             try:
-                callback(self._status)
+                callback(self.status)
             except Exception:
                 text = mask_secrets(traceback.format_exc())
                 logger.error("an end-of-process callback failed\n%s", text)

@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -85,14 +85,20 @@ _CALLS = {
 }
 # The instructions that are kept as they are: they move values, and GLOBAL calls find_class.
 _HARMLESS = (
-    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
-    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1,
-    pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE,
-    pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1,
-    pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT,
-    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
-    pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.POP, pickle.POP_MARK, pickle.NONE,
+    pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE,
+    pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.LIST, pickle.GLOBAL,
+    pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
 )  # fmt: skip
+# Those that need up to a hundred bytes of memory for one byte of the pickle.
+_COSTLY = (
+    pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST,
+    pickle.EMPTY_DICT, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+)  # fmt: skip
+_BYTES_PER_COST = 4  # torch's indices have 6 to 8 bytes per container, and per memo
+_MOST_AXES = 64
+_MOST_TRANSFORMS = 16
 
 
 class _Name(NamedTuple):
@@ -117,8 +123,24 @@ class _Record:
 _Interpreter: Any = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]
 
 
+def _bound(handle: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Refuse an instruction after more containers and memos than the bytes of an index have."""
+
+    def handle_bounded(unpickler: Any) -> None:
+        handle(unpickler)
+        unpickler.containers += 1
+        if max(unpickler.containers - len(unpickler.memo), len(unpickler.memo)) > unpickler.most:
+            raise pickle.UnpicklingError("it holds too many containers for its size")
+
+    return handle_bounded
+
+
 class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
     """Python's interpreter of pickles with few instructions, none of which calls anything."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.containers, self.most = 0, len(content) // _BYTES_PER_COST + 1000
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
@@ -176,7 +198,8 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
 
     dispatch = {  # noqa: RUF012 - as in the base class
         **{code[0]: _Interpreter.dispatch[code[0]] for code in _HARMLESS},
-        pickle.NEWOBJ[0]: load_newobj,
+        **{code[0]: _bound(_Interpreter.dispatch[code[0]]) for code in _COSTLY},
+        pickle.NEWOBJ[0]: _bound(load_newobj),
         pickle.REDUCE[0]: load_reduce,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
@@ -193,7 +216,7 @@ class _ValueUnpickler(_PlainUnpickler):
 
 def plain_value(content: bytes) -> Any:
     """Unpickle numbers, text, lists and dicts of text. Any other content raises an error."""
-    return _ValueUnpickler(io.BytesIO(content)).load()
+    return _ValueUnpickler(content).load()
 
 
 def _refuse() -> NoReturn:
@@ -201,7 +224,7 @@ def _refuse() -> NoReturn:
 
 
 def _unpickle_metadata(content: bytes) -> _Record:
-    root = _PlainUnpickler(io.BytesIO(content)).load()
+    root = _PlainUnpickler(content).load()
     if type(root) is not _Record or root.name != "Metadata":
         raise pickle.UnpicklingError("it is not the index of a checkpoint")
     return root
@@ -220,6 +243,7 @@ def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
         for name, path in (paths.items() if type(paths) is dict else ())
         if type(name) is str
         and type(path) is tuple
+        and len(path) <= _MOST_AXES
         and {type(step) for step in path} in ({str}, {int}, {str, int})
     }
 
@@ -351,6 +375,8 @@ def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) ->
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no dtype")
     whole, pieces = _check_shape(described["size"]), []
+    if len(described["chunks"]) > len(places):  # a pickle can name one shard many times
+        raise ValueError("a tensor has more shards than places")
     for chunk in described["chunks"]:
         start, shape = _check_shape(chunk["offsets"]), _check_shape(chunk["sizes"])
         if not is_inside(start, shape, whole):
@@ -364,14 +390,17 @@ def _describe_piece(place: _Record, start: Shape, shape: Shape) -> Piece:
     if not is_plain_name(name):
         raise ValueError(f"{name!r} is not the plain name of a file")
     at, length = _check_shape((at, length))
-    transforms = tuple(_check_text(one) for one in place.state.get("transform_descriptors") or ())
+    transforms = place.state.get("transform_descriptors") or ()
+    if len(transforms) > _MOST_TRANSFORMS:
+        raise ValueError("a shard has too many transforms")
+    transforms = tuple(map(_check_text, transforms))
     return Piece(name, at, length, length, "", None, start, shape, transforms)
 
 
 def _check_shape(numbers: Any) -> Shape:
-    if not isinstance(numbers, list | tuple) or not all(
-        type(number) is int and 0 <= number < 1 << 63 for number in numbers
-    ):
+    if not isinstance(numbers, list | tuple) or len(numbers) > _MOST_AXES:
+        raise ValueError("a shape or position has no or too many axes")
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("a shape or position is not made of sizes")
     return tuple(numbers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ DTYPES = {
     if isinstance(value, torch.dtype)
 }
 """Every dtype by its name in files."""
+_PACKED_PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
+PIECE_BYTES = _PACKED_PIECE.size
+"""The length of a :func:`pack_piece`."""
 
 _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
@@ -55,12 +59,26 @@ class Piece(NamedTuple):
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
 
 
+def pack_piece(number: int, length: int, elements: int, checksum: str) -> bytes:
+    """Pack a piece and the number of what it holds, for :func:`locate_pieces`."""
+    return _PACKED_PIECE.pack(number, length, elements, bytes.fromhex(checksum))
+
+
+def locate_pieces(name: str, packed: bytes) -> Iterator[tuple[int, Piece]]:
+    """Yield the packed pieces of a file in their order, each after its number."""
+    end = 0
+    for number, length, elements, checksum in _PACKED_PIECE.iter_unpack(packed):
+        at, before = aligned(end), None if elements < 0 else elements
+        yield number, Piece(name, at, length, length, checksum.hex(), before, (), ())
+        end = at + length
+
+
 class StoredKey(NamedTuple):
     """A tensor or an object of a checkpoint."""
 
     dtype: torch.dtype | None  # None: an object
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
 
 class Index(NamedTuple):
@@ -72,46 +90,39 @@ class Index(NamedTuple):
     whole_files: Mapping[str, str] = {}  # checksums of files without pieces
 
 
-class FileRecord(NamedTuple):
-    """A file of a checkpoint: its size in bytes, and its pieces in order, after their keys."""
-
-    size: int
-    pieces: Sequence[tuple[str, Piece]]
+Pieces = Sequence[tuple[str, Piece]]
+"""The pieces of a file in order, after their keys."""
 
 
 def encode_manifest(
-    keys: Mapping[str, tuple[str, Shape]],
-    files: Mapping[str, FileRecord],
+    keys: Mapping[str, StoredKey],
+    files: Mapping[str, Pieces],
     whole_files: Mapping[str, tuple[int, str]],
 ) -> bytes:
-    """Return the manifest of some files.
-
-    ``keys`` has dtype, empty for an object, and global shape. ``whole_files`` has size and
-    checksum.
-    """
+    """Return the manifest of files with pieces, and of others with their size and checksum."""
     lines = [json.dumps(line).encode() for line in _list_lines(keys, files, whole_files)]
     content = _HEADER + b",\n".join(lines) + b"\n"
     return content + _END + checksum_of(content).encode() + _AFTER
 
 
 def _list_lines(
-    keys: Mapping[str, tuple[str, Shape]],
-    files: Mapping[str, FileRecord],
+    keys: Mapping[str, StoredKey],
+    files: Mapping[str, Pieces],
     whole_files: Mapping[str, tuple[int, str]],
 ) -> Iterator[dict[str, Any]]:
-    sizes = {name: (record.size, "") for name, record in files.items()}
+    sizes = {name: (pieces[-1][1].at + pieces[-1][1].length, "") for name, pieces in files.items()}
     yield {"files": dict(sorted({**sizes, **whole_files}.items()))}
     names = sorted(keys)
     for rows in _split_rows(names):
         yield {
             "keys": rows,
-            "dtypes": [keys[name][0] for name in rows],
-            "axes": [len(keys[name][1]) for name in rows],
-            "shapes": [size for name in rows for size in keys[name][1]],
+            "dtypes": [str(keys[name].dtype or "").removeprefix("torch.") for name in rows],
+            "axes": [len(keys[name].shape) for name in rows],
+            "shapes": [size for name in rows for size in keys[name].shape],
         }
     numbers = {name: number for number, name in enumerate(names)}
-    for file, record in sorted(files.items()):
-        for named in _split_rows(record.pieces):
+    for file, every in sorted(files.items()):
+        for named in _split_rows(every):
             pieces = [piece for _, piece in named]
             yield {
                 "file": file,

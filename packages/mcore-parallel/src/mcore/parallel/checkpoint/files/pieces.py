@@ -92,6 +92,18 @@ def write_tensor(stream: Any, tensor: torch.Tensor) -> int:
     return finder.position()
 
 
+@lru_cache
+def is_storable(dtype: torch.dtype) -> bool:
+    """Return whether torch saves and loads tensors of a dtype."""
+    stream = io.BytesIO()
+    try:
+        torch.save(torch.empty(1, dtype=dtype, device="cpu"), stream)
+        found: torch.Tensor = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    except Exception:  # of many types, such as KeyError
+        return False
+    return found.dtype == dtype
+
+
 class _ElementsFinder:
     """A stream that records the position of the only write of ``num_bytes`` bytes."""
 
@@ -282,7 +294,7 @@ def read_shard(
         stream.skip(start * row_bytes)
         stream.read(memory_of(target))
         stream.skip((shape[0] - start - target.shape[0]) * row_bytes)
-        target[:0].zero_()  # counts as a change in place for autograd, which has not seen the read
+        _note_change(target)
         return
     if not parts:
         stream.skip(shape[0] * row_bytes)
@@ -337,7 +349,7 @@ def read_slice(
     row_bytes = prod(shape[1:]) * dtype.itemsize
     if _has_file_layout(shape, target, dtype):
         read_exactly(stream, elements_at + start[0] * row_bytes, memory_of(target))
-        target[:0].zero_()  # counts as a change in place for autograd, which has not seen the read
+        _note_change(target)
         return
     if len(shape) > 1 and row_bytes > scratch.tensor.numel():
         for row in range(target.shape[0]):
@@ -351,6 +363,12 @@ def read_slice(
         scratch.fill(stream, elements_at + (start[0] + first) * row_bytes, num_bytes)
         rows = scratch.tensor[:num_bytes].view(dtype).view(count, *shape[1:])
         _copy_rows(rows, 0, Part((0, *start[1:]), target.narrow(0, first, count)))
+
+
+def _note_change(target: torch.Tensor) -> None:
+    """Count a change in place for autograd, which has not seen the read."""
+    # As bytes: some dtypes of 4 bits cannot be filled. Flat: an axis of size 1 may have any stride.
+    target.view(-1).view(torch.uint8)[:0].zero_()
 
 
 def _has_file_layout(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -55,22 +57,31 @@ _DEVICE_SCRATCH_BYTES = 1 << 25  # few large copies to an accelerator are fastes
 def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
     """Describe some keys as torch.distributed.checkpoint does, without their locations."""
     described: dict[str, Any] = {}
+    # Shared by the keys, which keeps the pickled index small.
+    size_of, properties_of = cache(torch.Size), cache(lambda dtype: TensorProperties(dtype=dtype))
     for name, stored in keys.items():
         if stored.dtype is None:
             described[name] = BytesStorageMetadata()
             continue
         chunks = [
-            ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
+            ChunkStorageMetadata(size_of(piece.start), size_of(piece.shape))
             for piece in stored.pieces
         ]
-        properties = TensorProperties(dtype=stored.dtype)
-        described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+        described[name] = TensorStorageMetadata(
+            properties_of(stored.dtype), size_of(stored.shape), chunks
+        )
     return Metadata(described)
 
 
 def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
     """Return the index of a piece in a plan."""
     return MetadataIndex(name, None if stored.dtype is None else piece.start)
+
+
+def _is_narrower(target: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a cast can make a finite value infinite. Eight-bit dtypes saturate."""
+    is_float = target.is_floating_point and stored.is_floating_point and target.itemsize > 1
+    return is_float and torch.finfo(target).max < torch.finfo(stored).max
 
 
 class _Wanted(NamedTuple):
@@ -100,6 +111,7 @@ class CheckedReader:
             for piece in stored.pieces
         }
         self._scratch = Scratch()
+        self.num_bytes, self.num_files = 0, 0  # of the checked plan
         self._device_scratch: Scratch | None = None
 
     @property
@@ -110,6 +122,8 @@ class CheckedReader:
     def check_plan(self, plan: LoadPlan) -> None:
         """Check the sizes of a plan's files and, with ``verify="before"``, their content."""
         for name, wanted in self._group_by_file(plan.items):
+            self.num_bytes += sum(one.piece.length for one in wanted)
+            self.num_files += 1
             end = max(one.piece.at + one.piece.length for one in wanted)
             problem = size_problem(self._directory / name, end, at_least=True)
             if problem is not None:
@@ -140,13 +154,14 @@ class CheckedReader:
                         self._check(stream, one)
                         raise IntactContentError(str(error)) from error
 
-    def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the tensors of a plan into their targets."""
+    def read_tensors(self, plan: LoadPlan, planner: Any, report: Callable[[int], object]) -> None:
+        """Read the tensors of a plan into their targets. ``report`` gets the bytes of each."""
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for name, wanted in self._group_by_file(items):
             with open_regular(self._directory / name) as stream:
                 for one in wanted:
                     self._read_tensor(stream, one, planner)
+                    report(one.piece.length)
 
     def _group_by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
         """Yield the pieces that items need, each once, in the order of the files."""
@@ -211,6 +226,7 @@ class CheckedReader:
         if not all(part.target.is_cpu for part in parts):
             scratch = self._device_scratch = self._device_scratch or Scratch(_DEVICE_SCRATCH_BYTES)
         first = piece.at + piece.elements
+        narrow = [part for part in parts if _is_narrower(part.target.dtype, dtype)]
         with self._name_problems(wanted):
             if is_checked_while_copied:
                 num_bytes = prod(piece.shape) * dtype.itemsize
@@ -223,6 +239,17 @@ class CheckedReader:
             else:
                 for part in parts:
                     read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
+            for part in narrow:
+                if not part.target.isinf().any():
+                    continue
+                exact = torch.empty(part.target.shape, dtype=dtype, device="cpu")
+                read_slice(stream, first, piece.shape, part.start, exact, dtype, self._scratch)
+                if (exact.isfinite() & part.target.cpu().isinf()).any():
+                    warnings.warn(
+                        f"key {wanted.key!r}: finite values became infinite, since their {dtype} "
+                        f"was cast to {part.target.dtype}. Load into a dtype of a larger range",
+                        stacklevel=2,
+                    )
 
     def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         """Read an archive that torch's writer made, which may contain more than the elements."""

@@ -12,8 +12,7 @@ import io
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -57,11 +56,9 @@ class LocalSave:
             os.fsync(stream.fileno())
         sync_directory(self.folder)  # the name of the file, which fsync does not include
 
-    def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Call ``write`` to write torch's index into the folder, and return its content."""
-        write(self.folder)
-        sync_file(self.folder / METADATA_FILE)
-        return (self.folder / METADATA_FILE).read_bytes()
+    def write_index(self, index: bytes) -> None:
+        """Write torch's index."""
+        write_file(self.folder / METADATA_FILE, index)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Write the manifest of files that are on storage."""
@@ -97,13 +94,9 @@ class RemoteSave:
         with self.file_of(rank).new_file() as stream:
             yield stream
 
-    def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Call ``write`` to write torch's index, upload it, and return its content."""
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder))
-            content = (Path(folder) / METADATA_FILE).read_bytes()
-        self._write(METADATA_FILE, content)
-        return content
+    def write_index(self, index: bytes) -> None:
+        """Upload torch's index."""
+        self._write(METADATA_FILE, index)
 
     def write_manifest(self, manifest: bytes) -> None:
         """Write the manifest, which makes the files a checkpoint."""

@@ -2,179 +2,147 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import (
     ALIGNMENT_BYTES,
     MANIFEST_FILE,
-    FileRecord,
     Piece,
+    StoredKey,
     encode_manifest,
+    pack_piece,
 )
 from mcore.parallel.checkpoint.files.pieces import RunningChecksum, checksum_of, write_tensor
 from mcore.parallel.checkpoint.files.places import Place, size_problems
+from mcore.parallel.checkpoint.files.reader import index_of, metadata_of
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
 from mcore.parallel.checkpoint.host_copies import host_copies_so_far, start_host_copy
-from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.checkpoint.planning.staging import Leaf, encode_value, key_of, tensor_of
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
-Content = torch.Tensor | io.BytesIO
+Content = torch.Tensor | bytes
 
 
-class RankWrites(NamedTuple):
-    """The result of a rank's writes: the location of each item, and its files by name."""
-
-    results: list[WriteResult]
-    files: dict[str, FileRecord]
-
-
-class DurableWriter:
-    """Writes the files of a save. They become a checkpoint when all are on storage."""
-
-    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
-        self._save = save
-        self._file = _RankFile(save, rank)
-
-    def begin(self) -> None:
-        """Make the directory, on every rank."""
-        self._save.begin()
-
-    def write(self, plan: SavePlan, planner: SavePlanner) -> RankWrites:
-        """Write and sync this rank's file. An empty plan makes no file."""
-        if not plan.items:
-            return RankWrites([], {})
-        try:
-            record = self._file.write(plan, planner)
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise _name_failure(error, self._file.path, self._file.key) from error
-        return RankWrites(self._file.results, {self._file.path.name: record})
-
-    def publish(self, metadata: Metadata, writes: list[RankWrites]) -> None:
-        """Write index and manifest and publish the checkpoint. One rank, after all have written."""
-        folder = self._save.folder
-        files = {name: record for one in writes for name, record in one.files.items()}
-        sizes = {name: record.size for name, record in files.items()}
-        for _, problem in size_problems(folder, sizes):
-            raise CheckpointingException(
-                f"{problem} (all ranks must write to one shared file system)"
-            )
-
-        def write_index(directory: Path) -> None:
-            results = [one.results for one in writes]
-            _IndexWriter(directory, self._save.final).finish(metadata, results)
-
-        path = folder / METADATA_FILE
-        try:
-            index = self._save.write_index(write_index)
-            whole = {METADATA_FILE: (len(index), checksum_of(index))}
-            keys = {
-                key: (str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
-                if isinstance(saved, TensorStorageMetadata)
-                else ("", ())
-                for key, saved in metadata.state_dict_metadata.items()
-            }
-            manifest = encode_manifest(keys, files, whole)
-            path = folder / MANIFEST_FILE
-            self._save.write_manifest(manifest)
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise _name_failure(error, path) from error
-        self._save.publish({**sizes, METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
-
-
-class _RankFile:
-    """The file that one rank writes in a save: objects, then tensors, each as an archive.
+class RankFile:
+    """The file that one rank writes in a save: values, then tensors, each as an archive.
 
     ``key`` is the key of the content that was requested or written last, None before the first.
     """
 
-    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
+    def __init__(
+        self, save: LocalSave | RemoteSave, rank: int, report: Callable[[int], object]
+    ) -> None:
+        self._report = report  # called with the numbers of written bytes
         self.path: Place = save.file_of(rank)
         self._open = partial(save.new_file, rank)
         self.key: str | None = None
-        self.results: list[WriteResult] = []
-        self._pieces: list[tuple[str, Piece]] = []
+        self._pieces = bytearray()
+        self._unfinished: tuple[int, int, int] | None = None  # number, length, elements
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> FileRecord:
-        """Write the items of a plan, with checksums, and wait until they are on storage."""
-        with self._open() as stream:
-            checked = _ChecksummedStream(stream)
-            for item, content in self._iterate_contents(plan, planner):
-                self._write_piece(checked, item, content)
-            self._end_piece(checked)
-            size = checked.tell()
-        return FileRecord(size, self._pieces)
+    def write(self, leaves: Sequence[tuple[int, Leaf]], *, weights_only: bool) -> bytes:
+        """Write and sync numbered leaves, and return the packed pieces. No leaves make no file."""
+        if not leaves:
+            return b""
+        try:
+            with self._open() as stream:
+                checked = _ChecksummedStream(stream)
+                for number, content in self._iterate_contents(leaves, weights_only):
+                    self._write_piece(checked, number, content)
+                self._end_piece(checked)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise _name_failure(error, self.path, self.key) from error
+        return bytes(self._pieces)
 
     def _iterate_contents(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> Iterator[tuple[WriteItem, Content]]:
-        """Yield objects, then tensors. Each tensor is copied while the previous one is written."""
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                self.key = item.index.fqn
-                yield item, cast(io.BytesIO, planner.resolve_data(item))
-        copies = self._start_copies(plan, planner)
+        self, leaves: Sequence[tuple[int, Leaf]], weights_only: bool
+    ) -> Iterator[tuple[int, Content]]:
+        """Yield values, then tensors. Each tensor is copied while the previous one is written."""
+        for number, leaf in leaves:
+            if tensor_of(leaf) is None:
+                self.key = key_of(leaf)
+                yield number, encode_value(leaf, weights_only=weights_only)
+        copies = self._start_copies(leaves)
         ahead = next(copies, None)
         while ahead is not None:
-            (item, finish), ahead = ahead, next(copies, None)
-            self.key = item.index.fqn
-            yield item, finish()
+            (number, key, finish), ahead = ahead, next(copies, None)
+            self.key = key
+            yield number, finish()
 
     def _start_copies(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> Iterator[tuple[WriteItem, Callable[[], torch.Tensor]]]:
-        for item in plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                self.key = item.index.fqn
-                tensor = cast(torch.Tensor, planner.resolve_data(item))
-                yield item, _copy_to_cpu(tensor.detach())
+        self, leaves: Sequence[tuple[int, Leaf]]
+    ) -> Iterator[tuple[int, str, Callable[[], torch.Tensor]]]:
+        for number, leaf in leaves:
+            tensor = tensor_of(leaf)
+            if tensor is not None:
+                self.key = key_of(leaf)
+                plain = tensor.resolve_conj().resolve_neg().contiguous()
+                yield number, self.key, _copy_to_cpu(plain)
 
-    def _write_piece(self, stream: _ChecksummedStream, item: WriteItem, content: Content) -> None:
+    def _write_piece(self, stream: _ChecksummedStream, number: int, content: Content) -> None:
         stream.write(bytes(-stream.tell() % ALIGNMENT_BYTES))
         self._end_piece(stream)
-        at, elements = stream.tell(), None
-        start: Shape = ()
-        shape: Shape = ()
+        at, elements = stream.tell(), -1
         if isinstance(content, torch.Tensor):
             elements = write_tensor(stream, content)
-            if item.tensor_data is not None:
-                chunk = item.tensor_data.chunk
-                start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+            self._report(content.nbytes)
         else:
-            stream.write(content.getbuffer())
-        length = stream.tell() - at
-        place = file_part(self.path.name, at, length)
-        self.results.append(WriteResult(item.index, length, place))
-        piece = Piece(self.path.name, at, length, 0, "", elements, start, shape)
-        self._pieces.append((item.index.fqn, piece))
+            stream.write(content)
+        self._unfinished = (number, stream.tell() - at, elements)
 
     def _end_piece(self, stream: _ChecksummedStream) -> None:
-        """Record the span and checksum of the previous piece, with the zeros after it."""
+        """Record the previous piece, with the checksum of it and the zeros after it."""
         checksum = stream.checksum_so_far()
-        if self._pieces:
-            key, piece = self._pieces[-1]
-            span = stream.tell() - piece.at
-            self._pieces[-1] = (key, piece._replace(span=span, checksum=checksum))
+        if self._unfinished is not None:
+            self._pieces += pack_piece(*self._unfinished, checksum)
+
+
+def publish_checkpoint(
+    save: LocalSave | RemoteSave,
+    keys: Mapping[str, StoredKey],
+    files: Mapping[str, Sequence[tuple[str, Piece]]],
+    paths: Any,
+) -> int:
+    """Write index and manifest of files with pieces, and publish the checkpoint.
+
+    One rank, after all have written. Returns the size of all files in bytes.
+    """
+    sizes = {name: pieces[-1][1].at + pieces[-1][1].length for name, pieces in files.items()}
+    for _, problem in size_problems(save.folder, sizes):
+        raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
+    metadata = metadata_of(keys)
+    metadata.planner_data = paths
+    metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
+    metadata.storage_data = {
+        index_of(name, stored, piece): file_part(piece.file, piece.at, piece.length)
+        for name, stored in keys.items()
+        for piece in stored.pieces
+    }
+    path = save.folder / METADATA_FILE
+    try:
+        index = pickle.dumps(metadata)
+        save.write_index(index)
+        whole = {METADATA_FILE: (len(index), checksum_of(index))}
+        path = save.folder / MANIFEST_FILE
+        manifest = encode_manifest(keys, files, whole)
+        save.write_manifest(manifest)
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise _name_failure(error, path) from error
+    sizes.update({METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
+    save.publish(sizes)
+    return sum(sizes.values())
 
 
 class _ChecksummedStream:
@@ -200,17 +168,6 @@ class _ChecksummedStream:
         """Return the checksum of the bytes since the last call."""
         running, self._running = self._running, RunningChecksum()
         return running.hexdigest()
-
-
-class _IndexWriter(FileSystemWriter):
-    """A writer of torch's index for a directory that will be renamed."""
-
-    def __init__(self, directory: Path, final: Place) -> None:
-        super().__init__(directory, sync_files=False)
-        self._final = final
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(str(self._final), save_id=self.save_id, modules=[OUR_MARK])
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

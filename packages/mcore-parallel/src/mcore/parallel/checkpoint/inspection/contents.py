@@ -25,7 +25,9 @@ from mcore.parallel.checkpoint.files.pieces import (
 )
 from mcore.parallel.checkpoint.files.places import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.objects import object_kind
+from mcore.parallel.checkpoint.planning.validation import have_shared_elements
 from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.shortened import titled_list
 from mcore.parallel.torch_compat import METADATA_FILE
 
 _PREVIEW = 60
@@ -123,31 +125,33 @@ class Contents:
                 yield chunk
 
     def box(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
-        """Read a box of a tensor to the CPU, from all pieces that overlap it."""
+        """Read a box of a whole tensor to the CPU, from all pieces that overlap it."""
         stored = self.index.keys[name]
-        if stored.dtype is None:
-            raise CheckpointingException(f"key {name!r} is an object, not a tensor")
         target = torch.empty(shape, dtype=stored.dtype, device="cpu")
-        missing = target.numel()
         for piece in stored.pieces:
-            missing -= self._copy_overlap(name, stored, piece, start, target)
-        if missing > 0:
-            raise CheckpointingException(
-                f"{self.directory}: key {name!r} was not saved whole, {missing} elements at "
-                f"{start} are missing"
-            )
+            self._copy_overlap(name, stored, piece, start, target)
         return target
+
+    def require_whole(self, names: Iterable[str]) -> None:
+        """Raise for tensors whose pieces do not make them up, before memory for them is needed."""
+        keys = self.index.keys
+        problems = [
+            f"key {name!r} {problem}" for name in names if (problem := coverage_problem(keys[name]))
+        ]
+        if problems:
+            title = f"{self.directory} has tensors that cannot be read"
+            raise CheckpointingException(titled_list(title, problems))
 
     def _copy_overlap(
         self, name: str, stored: StoredKey, piece: Piece, start: Shape, target: torch.Tensor
-    ) -> int:
-        """Fill the part of a box that is in a piece and return its number of elements."""
+    ) -> None:
+        """Fill the part of a box that is in a piece."""
         inside = []
         for dim, (begin, held) in enumerate(zip(piece.start, piece.shape, strict=True)):
             first = max(begin, start[dim])
             length = min(begin + held, start[dim] + target.shape[dim]) - first
             if length <= 0:
-                return 0
+                return
             target = target.narrow(dim, first - start[dim], length)
             inside.append(first - begin)
         dtype = cast("torch.dtype", stored.dtype)
@@ -165,7 +169,6 @@ class Contents:
                 f"{self.directory / piece.file}: key {name!r} cannot be read "
                 f"({describe_error(error)})"
             ) from error
-        return target.numel()
 
     def _find_elements(self, piece: Piece, dtype: torch.dtype) -> int | None:
         """Return the position of a piece's elements in its file. None: only torch can read them."""
@@ -209,6 +212,18 @@ class Contents:
         if "scratch" not in self._local.__dict__:
             self._local.scratch = Scratch()
         return cast("Scratch", self._local.scratch)
+
+
+def coverage_problem(stored: StoredKey) -> str | None:
+    """Return why the pieces of a tensor do not make it up, which a load refuses, or None."""
+    if stored.dtype is None:
+        return None
+    held = sum(prod(piece.shape) for piece in stored.pieces)
+    if held != prod(stored.shape):
+        return f"was not saved whole: its pieces have {held} of {prod(stored.shape)} elements"
+    if have_shared_elements([(piece.start, piece.shape) for piece in stored.pieces]):
+        return "was not saved whole: its pieces overlap, and other elements are missing"
+    return None
 
 
 def num_bytes_of(stored: StoredKey) -> int:

@@ -94,6 +94,8 @@ def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | No
         return {"key": name, **kinds, "largest_difference": None}
     if before.dtype is None or after.dtype is None or before.shape != after.shape:
         return {"key": name, **kinds, "largest_difference": None}
+    old.require_whole([name])
+    new.require_whole([name])
     found = Difference()
     for start, shape in boxes(before.shape, _BLOCK_ELEMENTS):
         found = found.join(

@@ -12,6 +12,7 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
 from mcore.parallel.checkpoint.files.index import PICKLE_START, nested_paths
 from mcore.parallel.checkpoint.files.places import PathLike, Place, local_path, read_regular
+from mcore.parallel.checkpoint.files.save_place import sync_directory, sync_file
 from mcore.parallel.checkpoint.inspection.contents import Contents, num_bytes_of
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
@@ -28,6 +29,7 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
     values: dict[str, Any] = {}
     with Contents(path) as contents:
         names = contents.names(patterns)
+        contents.require_whole(names)
         total, done = sum(num_bytes_of(contents.index.keys[name]) for name in names), 0
         for name in names:
             stored = contents.index.keys[name]
@@ -40,7 +42,9 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
     incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
     try:
         torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), incomplete)
+        sync_file(incomplete)
         incomplete.rename(target)
+        sync_directory(target.parent)
     finally:
         incomplete.unlink(missing_ok=True)
     report = {"path": str(contents.directory), "file": str(target), "keys": names, "bytes": total}

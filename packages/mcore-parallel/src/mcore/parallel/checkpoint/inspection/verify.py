@@ -35,9 +35,14 @@ from mcore.parallel.checkpoint.files.places import (
     place_of,
     without_damage,
 )
-from mcore.parallel.checkpoint.inspection.contents import checkpoints_in, is_checkpoint
+from mcore.parallel.checkpoint.inspection.contents import (
+    checkpoints_in,
+    coverage_problem,
+    is_checkpoint,
+)
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
+from mcore.parallel.torch_compat import METADATA_FILE
 
 _BATCH_BYTES = 1 << 26  # per task of a worker, in one file
 _BATCH_PIECES = 1000
@@ -131,6 +136,11 @@ def _find_damage(
     unreadable = {one.file for one in damaged}
     if not unreadable.intersection(index.whole_files):
         damaged += [Damage("", *one) for one in whole_file_problems(directory, index)]
+    damaged += [
+        Damage(name, MANIFEST_FILE if index.has_checksums else METADATA_FILE, problem)
+        for name, stored in index.keys.items()
+        if (problem := coverage_problem(stored))
+    ]
     done, total = 0, sum(batch.num_bytes for batch in batches)
     are_local = not isinstance(directory, RemotePath)
     workers = workers or len(os.sched_getaffinity(0))

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import (
     Entries,
@@ -295,10 +296,18 @@ class ShardedLoadPlanner(LoadPlanner):
         items: list[ReadItem],
     ) -> None:
         """Record holes, casts, and targets to zero because the checkpoint has another shape."""
-        found = [0] * len(targets)
+        boxes: list[list[Box]] = [[] for _ in targets]
         for item in items:
-            found[item.dest_index.index or 0] += prod(item.lengths)
-        for target, elements in zip(targets, found, strict=True):
+            boxes[item.dest_index.index or 0].append(
+                (tuple(item.dest_offsets), tuple(item.lengths))
+            )
+        for target, inside in zip(targets, boxes, strict=True):
+            elements = sum(prod(lengths) for _, lengths in inside)
+            if have_shared_elements(inside):
+                self._problems.append(
+                    f"key {key!r}: pieces in the checkpoint overlap. It was not saved by this "
+                    "package, or changed since. Take another checkpoint"
+                )
             if tuple(saved.size) != target.global_shape:
                 self._zeroed.append(target.tensor)
             elif elements != target.tensor.numel():
@@ -363,11 +372,30 @@ def _find_problem(
     return None
 
 
+def _has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Return whether several elements of a tensor have one place in memory."""
+    span = 1  # of the axes with smaller strides
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    axes = sorted((step, size) for step, size in sizes if size > 1)
+    for step, size in axes:
+        if step < span:
+            break
+        span = step * (size - 1) + span
+    else:
+        return False
+    if not axes[0][0] or not tensor.numel():
+        return bool(tensor.numel())
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for step, size in axes:  # interleaved strides: few tensors come here
+        places = (places[:, None] + step * torch.arange(size, device="cpu")).flatten()
+    return len(set(places.tolist())) < len(places)
+
+
 def _require_fillable(key: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         problem = f"is not plain memory (layout {tensor.layout}, dtype {tensor.dtype})"
-    elif 0 in (step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
-        problem = "is expanded, so several elements share their memory. clone() it first"
+    elif _has_shared_elements(tensor):
+        problem = "is expanded or overlaps itself: several elements share memory. clone() it first"
     elif tensor.is_inference() and not torch.is_inference_mode_enabled():
         problem = (
             "was made in inference mode and cannot change outside of it. Load in inference mode, "

@@ -1,17 +1,19 @@
-"""Copies and digests of the values of a save, which later changes do not reach."""
+"""The leaves that a rank may write in a save, their copies on the CPU, and their digests."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
+from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
@@ -20,34 +22,71 @@ from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
 from mcore.tensor.dtensor import to_local_if_dtensor
 
-
-@dataclass(frozen=True)
-class StagedValue:
-    """A copy of a common value or object."""
-
-    digest: bytes
-    content: bytes | torch.Tensor | None  # None if this rank does not write it
+DIGEST_BYTES = 8
 
 
-def written_shards(entries: Entries) -> list[ShardedTensor]:
-    """Return the shards with elements that this rank writes."""
-    return [
-        shard
-        for _, shard in entries.tensors
-        if is_main_replica(shard.replica_id) and prod(shard.local_shape) > 0
-    ]
+class CommonValue(NamedTuple):
+    """A leaf that one rank writes for all that have it."""
+
+    key: str
+    value: Any
 
 
-def reject_unsavable(entries: Entries, *, is_first: bool) -> None:
-    """Raise CheckpointingException for tensors that this rank must write but cannot."""
-    tensors: list[tuple[str, torch.Tensor | None]] = [
-        (shard.key, shard.data) for shard in written_shards(entries)
-    ]
-    tensors += [
-        (name, value)
-        for name, value in entries.written_common(is_first=is_first).items()
-        if isinstance(value, torch.Tensor)
-    ]
+class EncodedValue(NamedTuple):
+    """A leaf that is no tensor, as the bytes that are stored."""
+
+    key: str
+    content: bytes
+
+
+Candidate = ShardedTensor | ShardedObject | CommonValue
+Leaf = Candidate | EncodedValue
+
+
+def list_candidates(entries: Entries) -> list[Candidate]:
+    """List the leaves that a rank may write: shards, objects, then common leaves."""
+    shards = [one for _, one in entries.tensors if is_main_replica(one.replica_id)]
+    objects = [one for _, one in entries.objects if is_main_replica(one.replica_id)]
+    common = [CommonValue(name, value) for name, (_, value) in entries.common.items()]
+    return [*shards, *objects, *(one for one in common if one.key not in entries.merged)]
+
+
+def key_of(leaf: Leaf) -> str:
+    """Return the key under which a leaf is stored."""
+    return leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
+
+
+def tensor_of(leaf: Leaf) -> torch.Tensor | None:
+    """Return the plain local tensor of a leaf, None for other values."""
+    if isinstance(leaf, ShardedTensor) and leaf.data is not None:
+        return with_leading_axes(leaf.data, leaf.prepend_axis_num).as_subclass(torch.Tensor)
+    value = leaf.value if isinstance(leaf, CommonValue) else None
+    return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else None
+
+
+def count_bytes(leaves: Iterable[tuple[int, Leaf]]) -> int:
+    """Return the size of the tensors among numbered leaves."""
+    tensors = (tensor_of(leaf) for _, leaf in leaves)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def encode_value(leaf: Leaf, *, weights_only: bool) -> bytes:
+    """Return the stored bytes of a leaf that is no tensor."""
+    if isinstance(leaf, ShardedObject):
+        return leaf.encode(weights_only=weights_only)
+    if isinstance(leaf, EncodedValue):
+        return leaf.content
+    return serialize(leaf.key, leaf.value, weights_only=weights_only)  # type: ignore[union-attr]
+
+
+def reject_unsavable(leaves: Iterable[Candidate]) -> None:
+    """Raise CheckpointingException for tensors that cannot be written."""
+    tensors: list[tuple[str, torch.Tensor | None]] = []
+    for leaf in leaves:
+        if isinstance(leaf, ShardedTensor) and prod(leaf.local_shape) > 0:
+            tensors.append((leaf.key, leaf.data))
+        elif isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
+            tensors.append((leaf.key, leaf.value))
     problems = [f"{name!r} {text}" for name, data in tensors if (text := data_problem(data))]
     if problems:
         raise CheckpointingException(titled_list("some tensors cannot be saved", problems))
@@ -64,6 +103,8 @@ def data_problem(data: torch.Tensor | None) -> str | None:
         return f"has layout {data.layout}: make it dense"
     if data.is_quantized:
         return f"has dtype {data.dtype}, which needs code to be loaded: dequantize it"
+    if not is_storable(data.dtype):
+        return f"has dtype {data.dtype}, which torch.save does not know: save view(torch.uint8)"
     if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"is a {type(data).__qualname__}, which is not plain memory: save its plain tensors "
@@ -72,40 +113,18 @@ def data_problem(data: torch.Tensor | None) -> str | None:
     return None
 
 
-def stage_entries(entries: Entries, *, is_first: bool, weights_only: bool) -> Entries:
-    """Copy the values that this rank writes to the CPU, and drop the data of all others."""
-    written = entries.written_common(is_first=is_first)
-    return replace(
-        entries,
-        tensors=[(path, _stage_shard(shard)) for path, shard in entries.tensors],
-        objects=[(path, _stage_object(obj, weights_only)) for path, obj in entries.objects],
-        common={
-            name: (path, _stage_common(name, value, name in written, weights_only))
-            for name, (path, value) in entries.common.items()
-        },
-        local=[],
-    )
+def stage_leaf(leaf: Candidate, *, weights_only: bool) -> Leaf:
+    """Copy a leaf that this rank writes, or start to copy it, to the CPU."""
+    if isinstance(leaf, ShardedTensor) and leaf.data is not None:
+        return replace(leaf, data=start_host_copy(to_local_if_dtensor(leaf.data)))
+    if isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
+        return CommonValue(leaf.key, start_host_copy(leaf.value))
+    return EncodedValue(key_of(leaf), encode_value(leaf, weights_only=weights_only))
 
 
-def _stage_shard(shard: ShardedTensor) -> ShardedTensor:
-    if shard.data is None or not is_main_replica(shard.replica_id):
-        return shard.without_data()
-    return replace(shard, data=start_host_copy(to_local_if_dtensor(shard.data)))
-
-
-def _stage_object(obj: ShardedObject, weights_only: bool) -> ShardedObject:
-    if not is_main_replica(obj.replica_id):
-        return obj.without_data()
-    return replace(obj, data=StagedValue(b"", obj.encode(weights_only=weights_only)))
-
-
-def _stage_common(name: str, value: Any, is_written: bool, weights_only: bool) -> StagedValue:
-    digest = digest_of(value)
-    if not is_written:
-        return StagedValue(digest, None)
-    if isinstance(value, torch.Tensor):
-        return StagedValue(digest, start_host_copy(value))
-    return StagedValue(digest, serialize(name, value, weights_only=weights_only))
+def digest_shard(shard: ShardedTensor) -> bytes:
+    """Return the digest of the local tensor of a shard."""
+    return digest_of(tensor_of(shard))
 
 
 def digest_of(value: Any) -> bytes:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import is_inside
@@ -31,7 +34,7 @@ class ShardRecord(NamedTuple):
         kind: ``"tensor"``, ``"common"``, or the kind of the object, such as ``"object"``.
         key: Name. For ``"common"`` the dotted path.
         is_written: Whether this rank writes it.
-        dtype: Name of the dtype, empty for objects.
+        dtype: Name of the dtype, empty for objects and values.
         global_shape: Shape of the tensor (prepended axes first) or array of objects.
         global_offset: Start of the shard. Empty for replicas that are not written.
         shard_shape: Shape of the shard, prepended axes first. Empty for objects and for replicas
@@ -47,6 +50,15 @@ class ShardRecord(NamedTuple):
     global_offset: Shape = ()
     shard_shape: Shape = ()
     prepend_axis_num: int = 0
+
+    def describe(self) -> str:
+        """Return dtype and shape as text."""
+        return f"dtype {self.dtype} shape {self.global_shape}" if self.dtype else "no tensor"
+
+    def count_bytes(self) -> int:
+        """Return the size of the shard."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shard_shape) * itemsize
 
 
 RankedRecord = tuple[int, ShardRecord]
@@ -142,11 +154,13 @@ def validate_sharding_integrity(
     """
     team = team_of(process_group)
 
-    def pack() -> bytes:
+    def pack() -> tuple[bytes, list[int]]:
         entries = flatten_state_dict(sharded_state_dict)
-        return encode_records(describe_entries(entries, is_first=team.is_first))
+        packed = encode_records(describe_entries(entries, is_first=team.is_first))
+        return packed, [len(packed)]
 
-    gathered = team.gather_bytes(team.agree(pack))
+    packed, [width] = team.agree_max(pack, 1)
+    gathered = team.gather(packed, width)
     team.agree(lambda: raise_if_not_whole([decode_records(one) for one in gathered]))
 
 
@@ -157,8 +171,11 @@ def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
         raise CheckpointingException(titled_list(_TITLE, problems))
 
 
-def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
-    """List the entries that a rank writes and, once per key, its unwritten replicas."""
+def describe_entries(entries: Entries, *, is_first: bool = True) -> list[ShardRecord]:
+    """List the entries that a rank writes and, once per key, its unwritten replicas.
+
+    Only a first rank writes common leaves.
+    """
     unwritten: dict[ShardRecord, None] = {}
     written: list[ShardRecord] = []
     shards: list[ShardedTensor | ShardedObject] = [one for _, one in entries.tensors]
@@ -174,8 +191,14 @@ def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
             written.append(record)
         else:
             unwritten[record._replace(is_written=False, global_offset=(), shard_shape=())] = None
-    common = entries.written_common(is_first=is_first)
-    written += [ShardRecord("common", name, True) for name in common]
+    for name, (_, value) in entries.common.items() if is_first else ():
+        if isinstance(value, torch.Tensor):
+            dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+            written.append(
+                ShardRecord("common", name, True, dtype, shape, (0,) * len(shape), shape)
+            )
+        elif name not in entries.merged:
+            written.append(ShardRecord("common", name, True))
     return written + list(unwritten)
 
 
@@ -186,8 +209,23 @@ def encode_records(records: Sequence[ShardRecord]) -> bytes:
 
 def decode_records(packed: bytes) -> list[ShardRecord]:
     """Unpack the bytes of :func:`encode_records`."""
+    shapes: dict[Shape, Shape] = {}  # equal shapes and keys share memory
+
+    def share(numbers: list[int]) -> Shape:
+        shape = tuple(numbers)
+        return shapes.setdefault(shape, shape)
+
     return [
-        ShardRecord(kind, key, written, dtype, tuple(whole), tuple(offset), tuple(shape), prepended)
+        ShardRecord(
+            kind,
+            sys.intern(key),
+            written,
+            sys.intern(dtype),
+            share(whole),
+            share(offset),
+            share(shape),
+            prepended,
+        )
         for kind, key, written, dtype, whole, offset, shape, prepended in json.loads(
             zlib.decompress(packed)
         )
@@ -292,6 +330,12 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     twice = [rank for rank in counted if counted[rank] > 1]
     note = f" ({ranks_text(sorted(twice))} more than once)" if twice else ""
     return ranks_text(sorted(counted)) + note
+
+
+def have_shared_elements(boxes: Sequence[Box]) -> bool:
+    """Return whether two boxes of a tensor share an element."""
+    filled = [box for box in boxes if prod(box[1]) > 0]
+    return len(set(filled)) < len(filled) or bool(overlapping_pairs(filled))
 
 
 def overlapping_pairs(places: Sequence[Box]) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.planning.staging import data_problem
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
-from mcore.parallel.checkpoint.state_tree import OneLeaf
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.rng.shared import (
     existing_tracker,
@@ -32,9 +33,10 @@ from mcore.tensor.dtensor import is_dtensor
 
 RANDOM_STATE = "random_state"
 OPTIMIZER_ENTRIES = "optimizer_entries"
+_LARGE_BYTES = 1 << 20  # of the tensors of a value, from which on each of them has a key
 _ARGUMENTS = (
-    "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
-    "weights_only"
+    "async_ check_replicas force model optimizer path process_group progress_bar step strict "
+    "unexpected verify weights_only"
 )
 _TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 
@@ -70,43 +72,88 @@ def _has_shards(node: Any) -> bool:
     return isinstance(node, ShardedBase) or is_dtensor(node)
 
 
-def states_to_save(
-    values: Mapping[str, Any], team: Team, entries: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the states of values. A state that differs between ranks is saved for each rank.
+def states_to_save(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of values. A leaf that differs between ranks is saved for each rank."""
+    check_names(values)
+    found: dict[str, Any] = {}
+    for name, value in sorted(values.items()):
+        state = state_of(name, value)
+        if isinstance(state, OneLeaf):
+            state, tensors = _split_tensors(name, state.value)
+            found.update({key: OneLeaf(one, Role.PER_RANK) for key, one in tensors.items()})
+            state = OneLeaf(state, Role.PER_RANK)
+        found[name] = state
+    return found
 
-    ``entries`` are those of the optimizers, empty if no rank has any.
 
-    Collective over the team: two all-reduces of 64 numbers or more.
+def map_tensors(node: Any, key: str, change: Callable[[str, torch.Tensor], Any]) -> Any:
+    """Return nested dicts and lists with other tensors. Each has its path as its key."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((at, map_tensors(one, f"{key}.{at}", change)) for at, one in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(map_tensors(one, f"{key}.{at}", change) for at, one in enumerate(node))
+    return change(key, node) if isinstance(node, torch.Tensor) else node
+
+
+def _split_tensors(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Replace large tensors by tensors on the meta device, and return the large ones by key.
+
+    They are then written and read one after the other, as those of a model are.
     """
-
-    def collect() -> dict[str, Any]:
-        check_names(values)
-        found = {name: state_of(name, value) for name, value in sorted(values.items())}
-        return {**found, OPTIMIZER_ENTRIES: OneLeaf(entries)} if entries else found
-
-    states = team.agree(collect)
-    leaves = {name: one.value for name, one in states.items() if isinstance(one, OneLeaf)}
-    if not all(_compare_ranks([sorted(values), sorted(leaves)], team)):
-        raise CheckpointingException(
-            f"the ranks were given different values, this rank {sorted(values)}. Pass the same "
-            "names on every rank"
-        )
-    digested = team.agree(lambda: list(map(digest_of, leaves.values())))
-    for name, is_equal in zip(leaves, _compare_ranks(digested, team), strict=True):
-        if not is_equal:
-            states[name] = ShardedObject(name, leaves[name], (team.size,), (team.rank,))
-    return states
+    found: list[tuple[str, torch.Tensor]] = []
+    map_tensors(value, name, lambda key, one: found.append((key, one)))
+    tensors = dict(found)
+    is_small = sum(one.nbytes for one in tensors.values()) < _LARGE_BYTES
+    if is_small or len(tensors) < len(found) or any(map(data_problem, tensors.values())):
+        return value, {}
+    return map_tensors(value, name, lambda _, one: torch.empty_like(one, device="meta")), tensors
 
 
-def _compare_ranks(values: Iterable[Any], team: Team) -> Iterator[bool]:
-    """Return, for each value, whether it is equal on all ranks."""
-    # Shifted to 63 bits, so that a digest fits into an int64 and has a negative. The maximum of the
-    # negatives is minus the smallest digest: if both agree, all ranks have one digest.
-    digests = [int.from_bytes(digest_of(value), "big") >> 1 for value in values]
-    reduced = iter(team.max([number for one in digests for number in (one, -one)]))
-    pairs = zip(reduced, reduced, strict=True)
-    return (highest == -minus_lowest for highest, minus_lowest in pairs)
+def find_stored_tensors(
+    values: Mapping[str, Any], more: Mapping[str, Any], keys: Collection[str], team: Team
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the tensors to fill of values in ``more``, by key, and the keys of the others."""
+    targets: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in values.items():
+        stored: dict[str, torch.Tensor] = {}
+        map_tensors(value, name, stored.setdefault)
+        present: dict[str, torch.Tensor] = {}
+        state = state_of(name, more[name]) if name in more else None
+        if isinstance(state, OneLeaf):
+            map_tensors(state.value, name, present.setdefault)
+        for key, one in stored.items():
+            of_rank = ShardedObject(key, None, (team.size,), (team.rank,))
+            target = present.get(key)
+            if not one.is_meta:
+                continue
+            if name not in more:
+                others += [full for full in keys if full == key or full.startswith(f"{key}/shard_")]
+            elif of_rank.unique_key in keys:
+                targets[key] = of_rank
+            elif key not in keys:
+                raise CheckpointingException(
+                    f"{key!r} was saved for each of another number of ranks. Leave {name!r} out"
+                )
+            elif target is None or target.shape != one.shape or target.dtype != one.dtype:
+                targets[key] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+            else:
+                targets[key] = target
+    return targets, others
+
+
+def join_tensors(values: Mapping[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return values with their loaded tensors, and without values whose tensors are not loaded."""
+    lacking: set[str] = set()
+
+    def put(key: str, stored: torch.Tensor) -> Any:
+        found = loaded.pop(key, stored)
+        if found.is_meta:
+            lacking.add(key.split(".")[0])
+        return found
+
+    joined = {name: map_tensors(value, name, put) for name, value in values.items()}
+    return {name: value for name, value in joined.items() if name not in lacking}
 
 
 class StoredValues(NamedTuple):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import os
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,26 @@ from mcore.parallel.checkpoint.errors import (
     DamagedCheckpointError,
     name_checkpoint,
 )
-from mcore.parallel.checkpoint.files.directory import keep_last, remove_incomplete
-from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
+from mcore.parallel.checkpoint.files.directory import (
+    is_complete_checkpoint,
+    keep_last,
+    remove_incomplete,
+)
+from mcore.parallel.checkpoint.files.manifest import is_plain_name
+from mcore.parallel.checkpoint.files.places import (
+    PathLike,
+    Place,
+    RemotePath,
+    place_of,
+    read_regular,
+)
+from mcore.parallel.checkpoint.files.save_place import (
+    incomplete_sibling,
+    is_incomplete_name,
+    publish,
+    sync_directory,
+    write_file,
+)
 from mcore.parallel.checkpoint.run_state.training_state import (
     load_training_state,
     save_training_state,
@@ -31,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step_(\d+)")
+_MOVING = "moving.json"  # in a new branch, the names of the checkpoints that it gets
 
 
 class CheckpointManager:
@@ -43,8 +64,8 @@ class CheckpointManager:
         root: The folder, made by the first save. With ``mcore-parallel[remote]`` it may be a URL.
         keep: The number of newest checkpoints to keep, at least 1. None keeps all. Old checkpoints
             are deleted after a save is complete: with ``async_``, at the next save or wait.
-            Checkpoints of later steps, and those that :meth:`load_latest` found damaged, are
-            neither counted nor deleted.
+            Checkpoints of later steps, those that :meth:`load_latest` found damaged, and those of
+            abandoned branches are neither counted nor deleted.
         every: :meth:`save` writes the steps that are divisible by this number.
         async_: Write in a thread. A save first waits for the previous save, and raises its error.
         process_group: The ranks. None is the world.
@@ -101,8 +122,9 @@ class CheckpointManager:
         """Write the checkpoint of a step, or start to, if the step is divisible by ``every``.
 
         Call it after every step. Other steps return immediately, without communication. The first
-        save deletes the leftovers of killed saves in the folder. If :meth:`load_latest` found a
-        checkpoint of this step damaged, that is renamed to ``step_N.damaged``.
+        save deletes the leftovers of killed saves in the folder. If the run went back, it also sets
+        checkpoints of this and later steps aside, as :meth:`rollback` does. If :meth:`load_latest`
+        found a checkpoint of this step damaged, that is renamed to ``step_N.damaged``.
 
         Args:
             model: As for :func:`save_training_state`.
@@ -128,6 +150,9 @@ class CheckpointManager:
         self.wait()
         if not self._has_saved or path in self._damaged:
             self._change_folder(lambda: self._make_room(path))
+        if not self._has_saved:
+            # The next save of a run that went back: nothing of the future that it left may stay.
+            self._set_aside(step - 1, None, keep_damaged=True)
         self._pending = save_training_state(
             path,
             model,
@@ -198,6 +223,112 @@ class CheckpointManager:
             raise DamagedCheckpointError(titled_list(title, problems, "checkpoint"))
         return None
 
+    def load(
+        self, model: Model, optimizer: Optimizers = None, *, step: int, **options: Any
+    ) -> dict[str, Any]:
+        """Load the checkpoint of one step. The folder does not change before the next save.
+
+        The next save sets checkpoints of later steps aside, as :meth:`rollback` does.
+
+        Args:
+            model: As for :func:`load_training_state`.
+            optimizer: As for :func:`load_training_state`.
+            step: The step of the checkpoint.
+            **options: As for :meth:`load_latest`.
+
+        Returns:
+            The result of :func:`load_training_state`.
+
+        Raises:
+            DamagedCheckpointError: On every rank: the checkpoint is missing or damaged.
+            CheckpointingException: On every rank: it does not fit.
+
+        Example:
+            >>> import tempfile, torch
+            >>> checkpoints = CheckpointManager(tempfile.mkdtemp())
+            >>> [checkpoints.save(torch.nn.Linear(2, 1), step=step) for step in (1, 2)]
+            [True, True]
+            >>> checkpoints.load(torch.nn.Linear(2, 1), step=1)
+            {'step': 1}
+        """
+        self.wait()
+        path = self.root / f"step_{_check_whole_number('step', step, 0)}"
+        found = load_training_state(path, model, optimizer, process_group=self._group, **options)
+        self._last, self._has_saved = path, False
+        return found
+
+    def rollback(self, step: int, name: str | None = None) -> Place | None:
+        """Set the checkpoints after a step aside, as one branch that is a folder in ``root``.
+
+        :meth:`load_latest` then returns the checkpoint of this step, and no later save or load
+        looks at the branch. Nothing is deleted. At a URL the checkpoints are copied. After a
+        crash, the next call of any method completes the branch.
+
+        Args:
+            step: The step to go back to, of which the folder has a checkpoint.
+            name: The name of the branch. None is ``after_step_N``, with a number if it exists.
+
+        Returns:
+            The folder of the branch, or None if there is no later checkpoint.
+
+        Raises:
+            CheckpointingException: On every rank: there is no complete checkpoint of the step, the
+                name exists or is that of a checkpoint, or the folder cannot be changed.
+
+        Example:
+            >>> import tempfile, torch
+            >>> checkpoints = CheckpointManager(tempfile.mkdtemp())
+            >>> [checkpoints.save(torch.nn.Linear(2, 1), step=step) for step in (1, 2)]
+            [True, True]
+            >>> checkpoints.rollback(1, "diverged").name
+            'diverged'
+            >>> checkpoints.load_latest(torch.nn.Linear(2, 1))
+            {'step': 1}
+        """
+        self.wait()
+        path = self.root / f"step_{_check_whole_number('step', step, 0)}"
+
+        def check() -> None:
+            if team.is_first and not is_complete_checkpoint(path):
+                raise CheckpointingException(
+                    f"{path} is no complete checkpoint to go back to. The folder has "
+                    f"{', '.join(sorted(_list_steps(self.root))) or 'none'}"
+                )
+            if name is not None and (_NAME.match(name) or not is_plain_name(name)):
+                raise CheckpointingException(f"a branch cannot have the name {name!r}")
+
+        team = team_of(self._group)
+        team.agree(check)
+        self._last = None
+        return self._set_aside(step, name, keep_damaged=False)
+
+    def _set_aside(self, step: int, name: str | None, *, keep_damaged: bool) -> Place | None:
+        """Move the checkpoints after a step into a branch, on the first rank. One broadcast."""
+        team = team_of(self._group)
+
+        def move() -> list[bytes]:
+            if not team.is_first:
+                return [b""]
+            _finish_branches(self.root)
+            kept = {path.name for path in self._damaged} if keep_damaged else set()
+            steps = _list_steps(self.root)
+            later = [one for one, number in steps.items() if number > step and one not in kept]
+            if not later:
+                return [b""]
+            before = max((one for one in steps.values() if one <= step), default=None)
+            branch = _choose_branch(self.root, name, before)
+            _write_list(branch, later)
+            _finish_branches(self.root)
+            return [os.fsencode(branch.name)]
+
+        [found] = team.share(move)
+        if not found:
+            return None
+        branch = self.root / os.fsdecode(found)
+        self._damaged = {path for path in self._damaged if keep_damaged}
+        logger.warning("the run went back: later checkpoints are set aside in %s", branch)
+        return branch
+
     def __enter__(self) -> CheckpointManager:
         return self
 
@@ -220,11 +351,13 @@ class CheckpointManager:
         team = team_of(self._group)
 
         def list_names() -> list[bytes]:
+            if team.is_first:
+                _finish_branches(self.root)
             steps = _list_steps(self.root) if team.is_first else {}
             names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
             return [json.dumps(names).encode()]
 
-        with name_checkpoint(self.root):
+        with name_checkpoint("load", self.root):
             [shared] = team.share(list_names)
         return [self.root / name for name in json.loads(shared)]
 
@@ -265,6 +398,50 @@ class CheckpointManager:
                 self.root,
                 error,
             )
+
+
+def _choose_branch(root: Place, name: str | None, before: int | None) -> Place:
+    default = "after_start" if before is None else f"after_step_{before}"
+    branch, number = root / (name or default), 1
+    while branch.exists():
+        if name is not None:
+            raise CheckpointingException(f"{branch} already exists. Choose another name")
+        number += 1
+        branch = root / f"{default}-{number}"
+    return branch
+
+
+def _write_list(branch: Place, names: Iterable[str]) -> None:
+    """Write the names of the checkpoints to move. A crash before this has moved nothing."""
+    content = json.dumps(sorted(names)).encode()
+    if isinstance(branch, RemotePath):
+        with (branch / _MOVING).new_file() as stream:
+            stream.write(content)
+        return
+    made = incomplete_sibling(branch, secrets.randbits(63))
+    made.mkdir()
+    write_file(made / _MOVING, content)
+    publish(made, branch)
+
+
+def _finish_branches(root: Place) -> None:
+    """Move the checkpoints of begun branches, also of processes that were killed."""
+    if not root.is_dir():
+        return
+    folders = root.folders() if isinstance(root, RemotePath) else list(root.iterdir())
+    for branch in folders:
+        listed = branch / _MOVING
+        if _NAME.fullmatch(branch.name) or is_incomplete_name(branch.name) or not listed.is_file():
+            continue
+        for name in json.loads(read_regular(listed, b"[")):
+            if _NAME.fullmatch(name) and (root / name).exists():
+                (root / name).rename(branch / name)
+        if isinstance(listed, RemotePath):
+            listed.remove()
+        else:
+            sync_directory(listed.parent)
+            sync_directory(listed.parent.parent)
+            listed.unlink()
 
 
 def _check_whole_number(name: str, given: Any, least: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +18,7 @@ from mcore.parallel.checkpoint.run_state.optimizer_entries import (
     list_holders,
     restore_entries,
 )
-from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
-from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
@@ -82,8 +79,8 @@ class OptimizerState:
             )
         }
 
-    def tree(self, groups: Groups) -> dict[str, Any]:
-        """Return the tree to save: every parameter's state, and the groups of all ranks."""
+    def tree(self) -> dict[str, Any]:
+        """Return the tree to save: every parameter's state, and the groups, of all ranks merged."""
         state = {
             name: {
                 field: self._describe(name, field, value)
@@ -92,7 +89,20 @@ class OptimizerState:
             for parameter in self._parameters
             for name in parameter.names
         }
-        return {_STATE: state, GROUPS: OneLeaf(groups)}
+        names: dict[int, list[str]] = {}
+        for parameter in self._parameters:
+            names.setdefault(id(parameter.group), []).extend(parameter.names)
+        groups = _merge_groups(
+            [
+                {
+                    **_get_options(group),
+                    "params": names.get(id(group), []),
+                    _PLACES: [list(place)],
+                }
+            ]
+            for place, group in self._groups.items()
+        )
+        return {_STATE: state, GROUPS: OneLeaf(groups, merge=_merge_groups)}
 
     def _describe(self, name: str, field: Any, value: Any) -> Any:
         if not isinstance(field, str) or "." in field:
@@ -108,59 +118,14 @@ class OptimizerState:
                 f"inside of a {type(value).__name__} or not plain memory, so its shards have no "
                 "place in the checkpoint. Make each DTensor of plain tensors a field of its own"
             )
-        return OneLeaf({_SUBCLASS: value} if isinstance(value, torch.Tensor) else value)
+        if isinstance(value, torch.Tensor):
+            return OneLeaf({_SUBCLASS: value})
+        return OneLeaf(value, Role.MUST_AGREE)
 
-    def check_states(self, team: Team) -> list[dict[str, Any]]:
-        """Return each optimizer's entries that belong to no parameter, or nothing without any.
-
-        One all-reduce. If states other than tensors exist, they must be equal on all ranks, which
-        takes a gather and another all-reduce.
-        """
-
-        def collect() -> tuple[tuple[list[dict[str, Any]], dict[str, str]], list[bool]]:
-            entries = [find_entries(optimizer, self._model.names) for optimizer in self._given]
-            digests = {
-                f"{name}.{field}": digest_of(value).hex()
-                for parameter in self._parameters
-                for name in parameter.names
-                for field, value in parameter.state.items()
-                if team.size > 1 and not isinstance(value, torch.Tensor) and not has_dtensor(value)
-            }
-            return (entries, digests), [any(entries), bool(digests)]
-
-        (entries, digests), [has_entries, has_digests] = team.agree_any(collect, 2)
-        if has_digests:
-            packed = team.gather_bytes(json.dumps(digests).encode())
-            team.agree(lambda: _raise_if_different(packed))
-        return entries if has_entries else []
-
-    def all_groups(self, team: Team) -> Groups:
-        """Return, on every rank, the groups of all ranks. Two all-reduces if they are equal."""
-        names: dict[int, list[str]] = {}
-        for parameter in self._parameters:
-            names.setdefault(id(parameter.group), []).extend(parameter.names)
-        local = team.agree(
-            lambda: _merge_groups(
-                [
-                    {
-                        **_get_options(group),
-                        "params": names.get(id(group), []),
-                        _PLACES: [list(place)],
-                    }
-                ]
-                for place, group in self._groups.items()
-            )
-        )
-        # Shifted to 63 bits, so that the digest fits into an int64 and has a negative. The maximum
-        # of the negatives is minus the smallest digest: if both agree, all ranks have one digest.
-        digest = int.from_bytes(digest_of(local), "big") >> 1
-        highest, minus_lowest = team.max([digest, -digest])
-        if highest == -minus_lowest:
-            return local
-        packed = team.gather_bytes(pickle.dumps(local))
-        [shared] = team.share(lambda: [pickle.dumps(_merge_groups(map(pickle.loads, packed)))])
-        found: Groups = pickle.loads(shared)
-        return found
+    def entries(self) -> OneLeaf:
+        """Return each optimizer's entries that belong to no parameter. Left out if none has any."""
+        found = [find_entries(optimizer, self._model.names) for optimizer in self._given]
+        return OneLeaf(found, Role.PER_RANK if any(found) else Role.LEFT_OUT)
 
     def targets(
         self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool
@@ -337,23 +302,6 @@ def _digest_options(options: Mapping[str, Any]) -> bytes:
 
 def _map_options(groups: Groups) -> dict[str, dict[str, Any]]:
     return {name: _get_options(group) for group in groups for name in group["params"]}
-
-
-def _raise_if_different(packed: Sequence[bytes]) -> None:
-    known: dict[str, str] = {}
-    differing = {
-        name
-        for one in packed
-        for name, digest in json.loads(one).items()
-        if known.setdefault(name, digest) != digest
-    }
-    if differing:
-        title = (
-            "states of the optimizer that are no tensors differ between ranks, and only one of "
-            "them could be saved. Make them equal, or keep them in tensors that are sharded like "
-            "the parameter"
-        )
-        raise CheckpointingException(titled_list(title, sorted(differing), "state"))
 
 
 def _map_places(groups: Groups) -> dict[tuple[int, int], dict[str, Any]]:

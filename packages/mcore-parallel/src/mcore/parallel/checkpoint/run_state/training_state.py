@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.load import Unexpected, load_opened, open_checkpoint
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.run_state.extra_values import (
     OPTIMIZER_ENTRIES,
     RANDOM_STATE,
     StoredValues,
     check_names,
+    find_stored_tensors,
     find_stored_values,
     is_stateful,
+    join_tensors,
     rank_random_state,
     set_rank_random_state,
     state_of,
@@ -24,12 +27,7 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
 )
 from mcore.parallel.checkpoint.run_state.model_state import ModelState, model_state
 from mcore.parallel.checkpoint.run_state.optimizer_state import GROUPS, OptimizerState
-from mcore.parallel.checkpoint.save_load import (
-    Unexpected,
-    load_opened,
-    open_checkpoint,
-    save_sharded_state_dict,
-)
+from mcore.parallel.checkpoint.save import save_tree
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -58,6 +56,7 @@ def save_training_state(
     async_: bool = False,
     check_replicas: bool = False,
     weights_only: bool = True,
+    progress_bar: bool = False,
     **more: Any,
 ) -> SaveHandle | None:
     """Write the whole state of a run as one checkpoint, which any layout can load.
@@ -89,6 +88,7 @@ def save_training_state(
         check_replicas: Compare all replicas on several ranks. Replicas of bare parameters and
             optimizer states are always compared.
         weights_only: Refuse values that a load would refuse.
+        progress_bar: As in :func:`save_sharded_state_dict`.
         **more: Extra values. For an object with ``state_dict`` and ``load_state_dict``, such as a
             scheduler, a scaler or a data loader, its state is saved. For another module, its
             tensors are saved. Any other value is saved itself. A value that differs between ranks
@@ -114,22 +114,27 @@ def save_training_state(
         {'epoch': 1, 'step': 3}
     """
     team = team_of(process_group)
-    modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
-    groups = optimizers.all_groups(team)
-    values = states_to_save(more, team, optimizers.check_states(team))
 
-    def build() -> dict[str, Any]:
+    def build() -> tuple[dict[str, Any], dict[str, str]]:
+        modules, optimizers = _collect_states(model, optimizer)
+        values = {**states_to_save(more), OPTIMIZER_ENTRIES: optimizers.entries()}
         streams = ShardedObject(RANDOM_STATE, rank_random_state(), (team.size,), (team.rank,))
         found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
-        return found if optimizer is None else {**found, "optimizer": optimizers.tree(groups)}
+        if optimizer is not None:
+            found["optimizer"] = optimizers.tree()
+        leaves = sorted(
+            name for name in [*more, OPTIMIZER_ENTRIES] if isinstance(values[name], OneLeaf)
+        )
+        return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
-    return save_sharded_state_dict(
-        team.agree(build),
+    return save_tree(
+        build,
         path,
-        process_group=process_group,
+        team,
         async_=async_,
         check_replicas=check_replicas,
         weights_only=weights_only,
+        progress_bar=progress_bar,
     )
 
 
@@ -148,6 +153,7 @@ def load_training_state(
     process_group: GroupLike | None = None,
     weights_only: bool = True,
     verify: Verify = "while_reading",
+    progress_bar: bool = False,
     random_state: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
@@ -172,13 +178,15 @@ def load_training_state(
         process_group: The ranks that load. None is the world.
         weights_only: Refuse to run code from a checkpoint.
         verify: As in :func:`load_sharded_state_dict`.
+        progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
-        **more: Objects, also modules, that get the state saved under these names, and dicts with
-            DTensors, which are filled in place.
+        **more: Objects, also modules, that get the state saved under these names, and dicts of
+            tensors, also DTensors, which are filled in place.
 
     Returns:
-        ``step`` and every extra value of the checkpoint by name. An object in ``more`` is returned
-        itself. Equal on all ranks, except for values that were saved for each rank.
+        ``step`` and the extra values of the checkpoint by name. A value with tensors of 1 MiB or
+        more is only read if its name is in ``more``. An object in ``more`` is returned itself.
+        Equal on all ranks, except for values that were saved for each rank.
 
     Raises:
         DamagedCheckpointError: On every rank: the checkpoint is not complete or has changed. If
@@ -203,13 +211,19 @@ def load_training_state(
         return {name: model_state(one) for name, one in more.items() if isinstance(one, nn.Module)}
 
     others = team.agree(collect_modules)
-    directory, index = open_checkpoint(path, team)
+    checkpoint = open_checkpoint(path, team)
+    index = team.agree(lambda: checkpoint.index)
     stored = find_stored_values(index.keys, team)
     first = {"step": OneLeaf(), **stored.targets}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
-    options: dict[str, Any] = {"strict": strict, "weights_only": weights_only, "verify": verify}
-    values = load_opened(directory, index, lambda: first, team, unexpected="ignore", **options)
+    options: dict[str, Any] = {
+        "strict": strict,
+        "weights_only": weights_only,
+        "verify": verify,
+        "progress_bar": progress_bar,
+    }
+    values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
 
     def build() -> dict[str, Any]:
         asked = {*more, OPTIMIZER_ENTRIES} if optimizer is not None else {*more}
@@ -221,17 +235,20 @@ def load_training_state(
                 optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
             groups = values["optimizer"][GROUPS] or []
             tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
-        return {**tree, "model": modules.tree("model")}
+        plain = {name: one for name, one in values.items() if name != "optimizer"}
+        tensors, others_tensors = find_stored_tensors(plain, more, index.keys, team)
+        accounted.extend(others_tensors)
+        return {**tree, **tensors, "model": modules.tree("model")}
 
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
     loaded = load_opened(
-        directory, index, build, team, unexpected=unexpected, accounted=accounted, **options
+        checkpoint, build, team, unexpected=unexpected, accounted=accounted, **options
     )
     if streams_of_others and random_state and team.is_first:
         logger.warning(
             "%s has the random streams of %d ranks, not of %d: they are not restored",
-            directory,
+            checkpoint.directory,
             len(streams_of_others),
             team.size,
         )
@@ -241,12 +258,13 @@ def load_training_state(
         if optimizer is not None:
             states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
             optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
-        return _restore_extra(more, others, values, loaded)
+        return _restore_extra(more, others, join_tensors(values, loaded), loaded)
 
     found = team.agree(take_back)
     streams = values.get(RANDOM_STATE)
     if random_state and streams is not None:
         team.agree(lambda: set_rank_random_state(streams))
+    checkpoint.log_figures(team)
     return found
 
 

@@ -165,7 +165,8 @@ class PageAnswers:
             }
             for episode, signs in slow[:_MOST_SLOW]
         ]
-        return {"count": len(slow), "ranks": ranks}
+        is_measuring = self._history.is_measuring
+        return {"count": len(slow), "ranks": ranks, "measuring": is_measuring}
 
     def _describe_episode(self, episode: Episode) -> dict[str, Any]:
         host, device = self._history.places[episode.rank]

@@ -126,6 +126,7 @@ class History:
         self._num_reports = 0
         self._made_at: float | None = None
         self._stragglers: tuple[Outlier, ...] = ()
+        self.is_measuring = False
         self._slow: dict[int, Episode] = {}
         self._recovered: deque[Episode] = deque(maxlen=_MOST_EPISODES)
         self._scalars: dict[str, _Series] = {}
@@ -163,6 +164,7 @@ class History:
                 if rank not in self._slow
             )
             self._stragglers = comparison.stragglers
+            self.is_measuring = comparison.is_measuring
             self._kept.append(_Kept(now, values))
             most = min(self._most_reports, self._most_bytes // (values.numel() * 4))
             while len(self._kept) > max(most, 1):

@@ -265,7 +265,8 @@ function tellOfRanks() {
     const metric = known.metrics[view.metric];
     const at = mean.length - 1;
     const isKnown = at >= 0 && mean[at] !== null;
-    setVerdict("good", "No rank is slow", isKnown ? `${metric.label} of the last report: ${number(mean[at], metric.unit)} on average, standard deviation ${number(sd[at], metric.unit)}.` : "");
+    const title = last.slow.measuring ? "Measuring: too few reports for a verdict" : "No rank is slow";
+    setVerdict(last.slow.measuring ? "quiet" : "good", title, isKnown ? `${metric.label} of the last report: ${number(mean[at], metric.unit)} on average, standard deviation ${number(sd[at], metric.unit)}.` : "");
     return;
   }
   const [worst] = ranks;

@@ -1,0 +1,426 @@
+"""The verdict over several reports: which ranks are slow, and which only vary.
+
+A value is the logarithm of a time, so a difference of 0.05 is 5 %. A rank is compared with the
+ranks that do the same work (``peers``), and with its own past. Both tests use its last known
+values. All functions avoid loops over the ranks.
+
+Statistic. ``z`` is a rank's value minus the median of its peers in the same report, which removes
+everything that all ranks share. ``d`` is ``z`` minus the lower quartile of the peers in the same
+report, so half of the ranks may be slow. Expected of equal ranks is a ``d`` of ``bias``, the
+distance of the quartile from the middle. A rank is slow if, for one window of 3, 5, 10 or 20
+reports, all of the following hold:
+
+- Level: the mean of ``d`` is above ``bias`` plus a multiple of the standard deviation of such a
+  mean. This deviation is the largest of three measurements. The first is that of single reports,
+  divided by the root of the window. The second is that between windows of the past, which includes
+  noise that lasts for several reports. The third is the spread of the faster half of the peers,
+  which includes lasting differences of healthy hardware. It needs 16 peers.
+- Count: at least 3 of 3, 4 of 5, 8 of 10 or 16 of 20 values of ``d`` are above ``bias`` plus a
+  quantile of the measured noise, and above half the mean. The quantile follows from the share of
+  noise values above it and the binomial distribution (beta-binomial, because the share is itself
+  measured). It needs no normal distribution: neither rare pauses, however long, nor pauses in
+  every second report are a verdict.
+- Size: the mean is at least 3 % of an iteration.
+
+The noise of a report is a rank's ``z`` minus the median of five values around it, which a lasting
+change does not disturb. It is pooled over the ranks.
+
+Correction. ``z_threshold`` gives the chance of a false verdict in a report. It is divided by the
+number of ranks, of windows and, for sections, by their number (Bonferroni). Few measurements make
+the multiple larger, as with Student's distribution.
+
+Past. Values of the last 3 or 5 reports are compared with the mean of the 15 before them in the same
+way, if ``individual_threshold`` is exceeded. This ends once the slow values are the past.
+
+Memory. 20 values per rank and time, and up to 256 for at most 512 ranks.
+
+It cannot find a rank that was slow for fewer than three reports, or in less than four of five. The
+same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
+change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
+recognised only after about 30 reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TypeAlias
+
+import torch
+
+_WINDOWS = ((3, 3), (5, 4), (10, 8), (20, 16))  # reports, and how many of them have to be slow
+_NUM_RECENT = 20
+_PAST_WINDOWS = _WINDOWS[:2]
+_NUM_EARLIER = 15
+_NUM_NEIGHBOURS = 5
+_MANY = 16  # ranks whose spread shows lasting differences
+_FEWEST, _FEWEST_OF_MANY = 8, 5  # reports
+_LEAST_MEASUREMENTS = 8  # of noise
+_NUM_SAMPLED, _MOST_MEASURED = 512, 8192  # ranks, and values of them, for the noise
+_NUM_MEASURED = (16, 256)  # reports for the noise: at least, at most
+_LAGS = (16, 64)
+_LEAST_NOISE = 0.001
+_SHARES = (0.5, 0.8)  # of the smallest values, for the noise: pauses are rarer
+_GROWTH = 1.3  # of differences with the distance in time, if noise lasts
+_LEAST_EXCESS_MS = 0.05  # a smaller difference of times is of no interest
+_LEAST_EXCESS_SHARE = 0.03  # nor is a smaller share of an iteration
+_SCALE = 1.06  # the median of five includes the value itself
+_NORMAL = NormalDist()
+
+Found: TypeAlias = "dict[int, float]"  # index of a rank -> distance in standard deviations
+
+
+@dataclass(frozen=True)
+class OutlierRule:
+    """The thresholds beyond which a rank is an outlier."""
+
+    z: float = 3.3  # for a whole report: raised with the number of ranks and sections
+    relative: float = 1.0  # the relative score has to be below it, too
+    individual: float = 0.85  # the same for the individual score
+
+
+class Verdict:
+    """The slow ranks after each report. ``peers`` has a label for each rank.
+
+    ``found`` has the distance in standard deviations by row and index of the rank.
+    """
+
+    def __init__(self, num_times: int, peers: Sequence[str], rule: OutlierRule) -> None:
+        self.found: dict[tuple[int, int], float] = {}
+        labels = {label: place for place, label in enumerate(dict.fromkeys(peers))}
+        of_rank = torch.tensor([labels[label] for label in peers])
+        self._groups = [(of_rank == place).nonzero().flatten() for place in labels.values()]
+        chance = compute_chance(rule.z)
+        self._tests = [
+            [
+                _SlowRanks(
+                    len(group),
+                    # The first row gets as large a share as all others together.
+                    chance / len(peers) / (max(num_times - 1, 1) if row else 1),
+                    rule,
+                )
+                for row in range(num_times)
+            ]
+            for group in self._groups
+        ]
+        self._latest = torch.full((num_times, len(peers)), torch.nan)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether there are too few reports for a verdict on any rank."""
+        return not any(test.is_ready for tests in self._tests for test in tests)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Judge a report with the logarithms of times, ``[num_times, world]``, NaN if unknown."""
+        self.found = {}
+        self._latest = values.where(values.isfinite(), self._latest)
+        for group, tests in zip(self._groups, self._tests, strict=True):
+            is_all = len(self._groups) == 1
+            latest = self._latest if is_all else self._latest[:, group]
+            iteration = latest[0].nanmedian().exp().item()
+            for row, test in enumerate(tests):
+                of_group = values[row] if is_all else values[row, group]
+                found = test.judge(of_group, latest[row], self._find_drift(row, group), iteration)
+                ranks = group.tolist() if found else []
+                self.found.update({(row, ranks[index]): z for index, z in found.items()})
+
+    def _find_drift(self, row: int, group: torch.Tensor) -> float:
+        """Return the usual time of the other ranks, for a rank without peers."""
+        others = self._latest[row]
+        if len(group) > 1 or len(others) == 1:
+            return 0.0
+        if len(others) <= _MANY:  # else a single rank hardly moves the median
+            others = others[torch.arange(len(others)) != group]
+        drift = _compute_median(others).item()
+        return drift if math.isfinite(drift) else 0.0
+
+
+class _SlowRanks:
+    """Finds the slow ranks among peers by the times of one section, from their last reports.
+
+    ``chance`` is that of a false verdict on a rank in a report.
+    """
+
+    def __init__(self, num: int, chance: float, rule: OutlierRule) -> None:
+        self._num, self._chance = num, chance / 2
+        self._individual = -math.log(max(rule.individual, 1e-300))
+        self._relative = -math.log(max(rule.relative, 1e-300))
+        self._step = max(1, num // _NUM_SAMPLED)
+        sampled = len(range(0, num, self._step))
+        fewest, most = _NUM_MEASURED
+        self._recent = torch.full((_NUM_RECENT, num), torch.nan)
+        self._quartiles = torch.full((_NUM_RECENT,), torch.nan)
+        self._measured = torch.full(
+            (max(fewest, min(most, _MOST_MEASURED // sampled)), sampled), torch.nan
+        )
+        self._age = torch.zeros(num)
+        self._num_reports = 0
+        self._found: Found = {}
+        self._num_silent = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the noise is known."""
+        return self._num_reports >= (_FEWEST_OF_MANY if self._num >= _MANY else _FEWEST)
+
+    def judge(
+        self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float
+    ) -> Found:
+        """Return the slow ranks after a report with ``values`` ``[num]``, NaN if unknown.
+
+        ``latest`` are the last known values. ``drift`` is subtracted from a rank without peers.
+        """
+        known = values.isfinite()
+        if not known.any():  # the verdict of the last values holds for some time
+            self._num_silent += 1
+            return self._found if self._num_silent <= _NUM_RECENT else {}
+        self._num_silent = 0
+        middle = _compute_median(latest) if self._num > 1 else torch.tensor(drift)
+        relative = latest - middle
+        num_known = int(relative.isfinite().sum())
+        place = 1 + (num_known - 1) // 4
+        quartile = relative.kthvalue(place).values  # NaN is sorted to the end
+        self._quartiles = torch.cat([self._quartiles[1:], quartile.view(1)])
+        self._recent = _push(self._recent, relative, known)
+        at = slice(None, None, self._step)
+        self._measured = _push(self._measured, relative[at], known[at])
+        self._num_reports += 1
+        self._age = (self._age + 1) * ~known
+        self._found = {}
+        if self.is_ready:
+            noise = _Noise(self._measured, min(self._num_reports, len(self._measured)), self._num)
+            least = compute_least_excess(math.exp(float(middle + quartile)), iteration_ms)
+            if noise.weight >= _LEAST_MEASUREMENTS:
+                self._found = self._find_changed(noise, least)
+                if num_known > 1:
+                    least = max(least, self._relative)
+                    self._found |= self._find_worse(noise, least, num_known, place)
+        return self._found
+
+    def _find_worse(self, noise: _Noise, least: float, num_known: int, place: int) -> Found:
+        """Find ranks that are slower than the faster half of their peers."""
+        found: Found = {}
+        bias = max(0.0, -expected_place(place, num_known) * noise.sigma)
+        # The variance of a lower quartile of n normal values is 1.86 / n.
+        factor = math.sqrt(1 + 1.86 / num_known)
+        chance = self._chance / len(_WINDOWS)
+        multiple = _compute_multiple(chance, noise.weight)
+        for size, count in _WINDOWS:
+            if size > self._num_reports:
+                break
+            recent = self._recent[-size:]
+            excess = recent.mean(dim=0) - self._quartiles[-size:].mean()
+            excess[self._age > _NUM_RECENT] = torch.nan
+            limit = max(bias + multiple * factor * noise.sigma / math.sqrt(size), least)
+            if not (excess >= limit).any():
+                continue
+            sigma = factor * max(noise.measure_windows(size), _measure_spread(recent.mean(dim=0)))
+            index = (excess >= max(limit, bias + multiple * sigma)).nonzero().flatten()
+            leads = recent[:, index] - self._quartiles[-size:, None]
+            needed = bias + noise.find_quantile(size, count, chance)
+            is_slow = (leads > (excess[index] / 2).clamp(min=needed)).sum(dim=0) >= count
+            index = index[is_slow]
+            z = ((excess[index].double() - bias) / sigma).tolist()
+            for each, distance in zip(index.tolist(), z, strict=True):
+                found[each] = max(distance, found.get(each, 0.0))
+        return found
+
+    def _find_changed(self, noise: _Noise, least: float) -> Found:
+        """Find ranks that have become slower while their peers have not."""
+        found: Found = {}
+        if self._num_reports < 2 * _NUM_NEIGHBOURS + _PAST_WINDOWS[-1][0]:
+            return found
+        num_known = min(self._num_reports, _NUM_RECENT)
+        usual = self._recent[-num_known : -_PAST_WINDOWS[-1][0]].mean(dim=0)
+        chance = self._chance / len(_PAST_WINDOWS)
+        multiple = _compute_multiple(chance, noise.weight)
+        for size, count in _PAST_WINDOWS:
+            recent = self._recent[-size:]
+            excess = recent.mean(dim=0) - usual
+            excess[self._age > _NUM_RECENT] = torch.nan
+            if not (excess >= max(least, self._individual)).any():
+                continue
+            sigma = max(noise.measure_changes(size), _measure_spread(excess))
+            limit = max(least, self._individual, multiple * sigma)
+            index = (excess >= limit).nonzero().flatten()
+            needed = noise.find_quantile(size, count, chance)
+            leads = recent[:, index] - usual[index]
+            index = index[(leads > (excess[index] / 2).clamp(min=needed)).sum(dim=0) >= count]
+            z = (excess[index].double() / sigma).tolist()
+            found |= dict(zip(index.tolist(), z, strict=True))
+        return found
+
+
+class _Noise:
+    """The noise of a rank's values, from the last ``num`` of ``measured`` ``[.., sampled]``."""
+
+    def __init__(self, measured: torch.Tensor, num: int, num_ranks: int) -> None:
+        self._past = past = measured[-num:]
+        # Subtracting the median of the ranks took a share of the variance.
+        self._factor = math.sqrt(num_ranks / (num_ranks - 1)) if num_ranks > 1 else 1.0
+        near = _compute_median_of_five([past[at : len(past) - 4 + at] for at in range(5)])
+        near = torch.cat([near[:1], near[:1], near, near[-1:], near[-1:]])
+        steps = past - near
+        self._steps = steps[steps.isfinite()] * (_SCALE * self._factor)
+        num = len(self._steps)
+        # One in five is the median itself.
+        self.weight = int(0.8 * num / self._factor**2)
+        self.sigma = max(
+            _LEAST_NOISE, *(measure_deviation(self._steps, share) for share in (0.5, 0.8))
+        )
+
+    def find_quantile(self, size: int, count: int, chance: float) -> float:
+        """Return the value above which ``count`` of ``size`` values are with a given chance."""
+        num_above = _find_num_above(self.weight, size, count, chance)
+        if num_above < 0:  # too few measurements
+            return 2 * self._steps.abs().max().item()
+        num = len(self._steps)
+        place = num - int(num_above / self.weight * num)
+        return self._steps.kthvalue(max(place, 1)).values.item()
+
+    def measure_windows(self, size: int) -> float:
+        """Return the standard deviation of the mean of ``size`` values."""
+        sigmas = [self.sigma / math.sqrt(size), self._measure_lasting()]
+        means = self._average(size, until=size)
+        for lag in (size, *_LAGS):
+            if len(means) >= 2 * lag:
+                # Not the mean: changes of speed are a minority.
+                change = measure_deviation(means[lag:] - means[:-lag], 0.5) / math.sqrt(2)
+                sigmas.append(self._factor * change)
+        return max(sigmas)
+
+    def measure_changes(self, size: int) -> float:
+        """Return the standard deviation of the mean of ``size`` values minus that of earlier."""
+        sigma = self.sigma * math.sqrt(1 / size + 1 / _NUM_EARLIER)
+        later, earlier = self._average(size, until=size), self._average(_NUM_EARLIER, until=size)
+        num = len(later) - _NUM_EARLIER
+        if num <= _NUM_EARLIER:
+            return sigma
+        change = later[-num:] - earlier[-num - size : -size]
+        return max(
+            sigma, *(self._factor * measure_deviation(change, share) for share in (0.5, 0.8))
+        )
+
+    def _measure_lasting(self) -> float:
+        """Return the standard deviation of noise that lasts for several reports, or 0.0.
+
+        Values of such noise differ more, the more reports are between them.
+        """
+        # A rank that has just become slow is not noise.
+        past = self._past[:-10] if len(self._past) > 4 * _LEAST_MEASUREMENTS else self._past
+        lags = [2**k for k in range(7) if 3 * 2**k <= len(past)]
+        sigmas = [
+            self._factor * measure_deviation(past[lag:] - past[:-lag], 0.5) / math.sqrt(2)
+            for lag in lags
+        ]
+        # A few differences vary by chance.
+        growth = _GROWTH + self._factor / math.sqrt(past.numel())
+        if len(sigmas) < 2 or sigmas[-1] < growth * sigmas[0]:
+            return 0.0
+        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE))
+
+    def _average(self, size: int, *, until: int) -> torch.Tensor:
+        past = self._past[:-until]
+        return past.unfold(0, size, 1).mean(dim=-1) if len(past) >= size else past[:0]
+
+
+def _compute_median_of_five(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the medians, NaN if a value is. Much cheaper than sorting."""
+    a, b, c, d, e = values
+    low = a.minimum(b).maximum(c.minimum(d))
+    high = a.maximum(b).minimum(c.maximum(d))
+    return low.minimum(high).maximum(low.maximum(high).minimum(e))
+
+
+def _compute_median(values: torch.Tensor) -> torch.Tensor:
+    """Return the median of the known values: of two middle values, their mean."""
+    lower = values.nanmedian()
+    is_above = values > lower
+    if 2 * is_above.sum() != values.isfinite().sum():
+        return lower
+    return (lower + values.where(is_above, torch.inf).min()) / 2
+
+
+def _push(kept: torch.Tensor, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Append the known values ``[num]`` to the last values of each rank, ``[num_kept, num]``."""
+    pushed = torch.cat([kept[1:], values.unsqueeze(0)])
+    return pushed if known.all() else torch.where(known, pushed, kept)
+
+
+def measure_deviation(values: torch.Tensor, share: float) -> float:
+    """Return the standard deviation of values around 0, from the smallest ``share`` of them."""
+    known = values[values.isfinite()].abs()
+    if not len(known):
+        return 0.0
+    within = known.kthvalue(1 + int(share * (len(known) - 1))).values.item()
+    return within / _NORMAL.inv_cdf((1 + share) / 2)
+
+
+def _measure_spread(values: torch.Tensor) -> float:
+    """Return the standard deviation of many ranks, from the faster ones. 0.0 for few ranks."""
+    num = int(values.isfinite().sum())
+    if num < _MANY:
+        return 0.0
+    places = (1 + num // 50, 1 + num // 10, 1 + (num - 1) // 4, 1 + int(0.4 * num))
+    value = [values.kthvalue(place).values.item() for place in places]
+    normal = [expected_place(place, num) for place in places]
+    pairs = ((0, 2), (1, 2), (1, 3))
+    return max((value[b] - value[a]) / (normal[b] - normal[a]) for a, b in pairs)
+
+
+def compute_least_excess(usual_ms: float, iteration_ms: float) -> float:
+    """Return the least excess of a time that matters, as a logarithm."""
+    share = iteration_ms if math.isfinite(iteration_ms) else usual_ms
+    return math.log1p(max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * share) / max(usual_ms, 1e-9))
+
+
+def compute_chance(z: float) -> float:
+    """Return the chance that a normal value is above ``z``."""
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_place(place: int, num: int) -> float:
+    """Return the expected ``place``-th smallest of ``num`` normal values (G. Blom, 1958)."""
+    return _NORMAL.inv_cdf((place - 0.375) / (num + 0.25))
+
+
+def _compute_multiple(chance: float, num: int) -> float:
+    """Return the quantile of Student's distribution with ``num`` degrees of freedom, nearly.
+
+    The first terms of the expansion of Cornish and Fisher.
+    """
+    z = -_NORMAL.inv_cdf(max(chance, 1e-300))
+    return z * (1 + (z**2 + 1) / (4 * num) + (5 * z**4 + 16 * z**2 + 3) / (96 * num**2))
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_num_above(num: int, size: int, count: int, chance: float) -> int:
+    """Return a rank among ``num`` values: it is rare that ``count`` of ``size`` are above it.
+
+    The largest number of the ``num`` values that may be above it, or -1 if no value is far enough.
+    """
+    low, high = -1, num - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _compute_chance(num, middle, size, count) <= chance:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _compute_chance(num: int, num_above: int, size: int, count: int) -> float:
+    """Return the chance that at least ``count`` of ``size`` values exceed a value of ``num``."""
+    a, b = num_above + 1, num - num_above
+    return sum(
+        math.comb(size, k) * math.exp(_log_beta(a + k, b + size - k) - _log_beta(a, b))
+        for k in range(count, size + 1)
+    )
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)

@@ -1,0 +1,124 @@
+"""Megatron's training and saves are bit for bit the same with mcore's names in its modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mcore_migrate.__main__ import main as migrate
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "train_megatron.py"
+SERVED = ("-m", "mcore_megatron", "--report")
+
+
+def train(folder: Path, tp: int, pp: int, *command: str) -> list[str]:
+    """Run the ranks of a job. Returns the output of each."""
+    folder.mkdir()
+    paths = [str(HERE), *sys.path]
+    given = {**os.environ, "WORLD_SIZE": str(tp * pp), "PYTHONPATH": os.pathsep.join(paths)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command, str(tp), str(pp), str(folder)],
+            env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(tp * pp)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+    return outputs
+
+
+def read_checkpoint(folder: Path) -> tuple[set[str], dict[str, torch.Tensor]]:
+    """All keys of a checkpoint, and its tensors."""
+    path = folder / "checkpoint"
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in saved.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    return set(saved), tensors
+
+
+def assert_equal_jobs(folder: Path, expected: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        losses, weights = torch.load(folder / f"rank{rank}.pt")
+        their_losses, their_weights = torch.load(expected / f"rank{rank}.pt")
+        assert losses == their_losses
+        assert len({step[-1] for step in losses}) == len(losses)  # it trains
+        assert_equal_tensors(weights, their_weights)
+    (keys, tensors), (their_keys, their_tensors) = map(read_checkpoint, (folder, expected))
+    assert keys == their_keys
+    assert_equal_tensors(tensors, their_tensors)
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert len(found) > 10
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_losses_weights_and_checkpoints_are_megatrons(tp: int, pp: int, tmp_path: Path) -> None:
+    train(tmp_path / "theirs", tp, pp, str(SCRIPT))
+    output = train(tmp_path / "served", tp, pp, *SERVED, str(SCRIPT))[0]
+    assert "local_multi_tensor_scale: Megatron's, it multiplies in float32" in output
+    assert int(output.splitlines()[-1].partition(" names are mcore's")[0]) > 85
+    assert_equal_jobs(tmp_path / "served", tmp_path / "theirs", tp * pp)
+    moved = tmp_path / SCRIPT.name
+    moved.write_text(SCRIPT.read_text())
+    assert migrate([str(moved)]) == 0
+    assert "from mcore.modules import unwrap_model" in moved.read_text()
+    train(tmp_path / "rewritten", tp, pp, str(moved))
+    assert_equal_jobs(tmp_path / "rewritten", tmp_path / "theirs", tp * pp)
+
+
+def run(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments, "-c", f"import megatron_on_cpu\n{code}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}, text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    return done.stdout + done.stderr.splitlines()[-1] if done.returncode else done.stdout
+
+
+def test_names_are_chosen_and_put_back() -> None:
+    printed = run(
+        "import mcore_megatron, json\n"
+        "names = ['divide', 'StragglerDetector']\n"
+        "mcore_megatron.install(only=names, exclude=names[1:])\n"
+        "from megatron.core import utils\n"
+        "served = utils.divide.__module__, utils.StragglerDetector.__module__\n"
+        "reasons = {row.name: row.reason for row in mcore_megatron.report()}\n"
+        "mcore_megatron.uninstall()\n"
+        "print(json.dumps([served, reasons['StragglerDetector'], utils.divide.__module__]))\n"
+    )
+    served, reason, after = json.loads(printed.splitlines()[-1])
+    assert served[0].startswith("mcore.tensor")
+    assert served[1] == after == "megatron.core.utils"
+    assert reason == "the options leave it"
+
+
+def test_a_late_import_and_an_unknown_name_are_errors() -> None:
+    late = run("import megatron.core.utils\nimport mcore_megatron\n")
+    assert "RuntimeError: megatron.core" in late
+    assert "was imported before" in late
+    unknown = run("import mcore_megatron\nmcore_megatron.install(only=['devide'])\n")
+    assert "ValueError: not on the migration page: devide" in unknown

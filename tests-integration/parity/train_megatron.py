@@ -1,0 +1,106 @@
+"""A rank of a job with Megatron's GPT: ``train_megatron.py TP PP FOLDER``. 20 steps and a save.
+
+Nothing in it is mcore's. Its environment has RANK and WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_on_cpu  # noqa: F401 - before megatron-core
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
+
+STEPS, ROWS, LENGTH, VOCABULARY = 20, 2, 16, 64
+
+
+def main(tp: int, pp: int, folder: Path) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
+    parallel_state.initialize_model_parallel(tp, pp)
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    torch.manual_seed(123 + parallel_state.get_pipeline_model_parallel_rank())
+    model, optimizer = build(tp, pp)
+    losses = train(model, optimizer)
+    state = unwrap_model([model])[0].sharded_state_dict()
+    whole = {"model": state, "optimizer": optimizer.sharded_state_dict({"model": state})}
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(whole, str(folder / "checkpoint"))
+    weights = {name: value.detach().clone() for name, value in model.module.named_parameters()}
+    torch.save((losses, weights), folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build(tp: int, pp: int) -> tuple[Any, Any]:
+    """Megatron's model in Megatron's wrapper, and Megatron's optimizer."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32, attention_dropout=0.0, hidden_dropout=0.0,
+        finalize_model_grads_func=finalize_model_grads, gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )  # fmt: skip
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, clip_grad=1.0), [wrapped]
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    return wrapped, optimizer
+
+
+def train(model: Any, optimizer: Any) -> list[list[float]]:
+    """The losses of the micro-batches and the gradient norm of each step."""
+    draw = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
+
+    def forward(_: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        text = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=draw)
+        places = torch.arange(LENGTH).expand(ROWS, LENGTH)
+        future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+        def average(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach()}
+
+        return model(text[:, :-1], places, future, labels=text[:, 1:]), average
+
+    run_passes = get_forward_backward_func()
+    steps = []
+    for _ in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = run_passes(
+            forward_step_func=forward, data_iterator=iter([]), model=[model], num_microbatches=2,
+            seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
+        )  # fmt: skip
+        _, norm, _ = optimizer.step()
+        steps.append([*(float(each["loss"]) for each in found), float(norm)])
+    return steps
+
+
+if __name__ == "__main__":  # a save of Megatron starts processes that import this file
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

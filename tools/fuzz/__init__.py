@@ -1,0 +1,1 @@
+"""Hostile inputs for everything that reads a file or request of somebody else."""

@@ -1,0 +1,91 @@
+"""The readers, each as a function of the bytes of a file or request."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore.observe.sinks import records_of
+from mcore.observe.sinks.delivery.spool import read_spool
+from mcore.observe.straggler.server.http import ControllerRequest, ControllerServer
+from mcore.observe.straggler.server.routes import ControllerState, Router
+from mcore.parallel.checkpoint import CheckpointingException, is_complete_checkpoint
+from mcore.parallel.checkpoint.files.manifest import _AFTER, _END, _HEADER, decode_manifest
+from mcore.parallel.checkpoint.files.pieces import checksum_of
+from pretrain.settings import read_settings
+from pretrain.text.cache import TokenCache, open_cache, read_borders
+from pretrain.usage import UsageError
+
+_MOST_REQUEST_BYTES = 1 << 16  # fits into the buffers of a connection
+
+
+def read_manifest(content: bytes, folder: Path) -> None:
+    """Read the lines of a manifest whose checksum is right."""
+    body = _HEADER + content
+    with contextlib.suppress(CheckpointingException):
+        decode_manifest(folder, body + _END + checksum_of(body).encode() + _AFTER)
+
+
+def read_index(content: bytes, folder: Path) -> None:
+    """Read a ``.metadata`` of torch."""
+    (folder / ".metadata").write_bytes(content)
+    is_complete_checkpoint(folder)
+
+
+def read_tracker_spool(content: bytes, folder: Path) -> None:
+    """Read the spool file of a tracker."""
+    (folder / "spool").write_bytes(content)
+    read_spool(folder / "spool")
+
+
+def read_metrics(content: bytes, folder: Path) -> None:
+    """Read a ``metrics.jsonl``."""
+    (folder / "metrics.jsonl").write_bytes(content)
+    for _ in records_of(folder / "metrics.jsonl"):
+        pass
+
+
+def answer_request(content: bytes, folder: Path) -> None:
+    """Answer the bytes of a connection to the straggler controller."""
+    server, router = _make_server()
+    with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+        connection, address = server.get_request()
+        client.sendall(content[:_MOST_REQUEST_BYTES])
+        client.shutdown(socket.SHUT_WR)
+        with connection:
+            ControllerRequest(router, connection, address, server)
+
+
+@functools.cache
+def _make_server() -> tuple[ControllerServer, Router]:
+    state = ControllerState(rank=0, world_size=2, enabled=True)
+    router = Router(state, token=None, allow_get_toggle=False)
+    return ControllerServer(socket.AF_INET, ("127.0.0.1", 0), router), router
+
+
+def read_cache_facts(content: bytes, folder: Path) -> None:
+    """Read the facts of a token cache."""
+    cache = TokenCache(folder, "key")
+    cache.facts.write_bytes(content)
+    cache.tokens.write_bytes(bytes(64))
+    cache.borders.write_bytes(bytes(64))
+    for read in (open_cache, read_borders):
+        with contextlib.suppress(UsageError):
+            read(cache)
+
+
+def read_config(content: bytes, folder: Path) -> None:
+    """Read the ``config.json`` of a run."""
+    (folder / "config.json").write_bytes(content)
+    with contextlib.suppress(UsageError):
+        read_settings(folder)
+
+
+TARGETS: dict[str, Callable[[bytes, Path], None]] = {
+    "manifest": read_manifest, "index": read_index, "spool": read_tracker_spool,
+    "metrics": read_metrics, "http": answer_request, "cache": read_cache_facts,
+    "config": read_config,
+}  # fmt: skip

@@ -1,0 +1,106 @@
+"""Captures refuse what CUDA refuses, and replays compute on the memory of the capture."""
+
+import pytest
+import torch
+
+
+def module():
+    return torch.get_device_module("standin")
+
+
+def capture(function, pool=None):
+    graph = module().CUDAGraph()
+    with module().graph(graph, pool=pool):
+        made = function()
+    return graph, made
+
+
+def test_a_replay_computes_from_the_present_inputs(accelerator):
+    source, total = torch.ones(3, device=accelerator), torch.zeros(3, device=accelerator)
+
+    def work():
+        total.add_(source)
+        return (source * 2).exp()
+
+    graph, made = capture(work)
+    assert made.isnan().all()
+    assert total.tolist() == [0.0] * 3
+    source.fill_(2)
+    graph.replay()
+    assert torch.equal(made, torch.full_like(made, 4).exp())
+    source.zero_()
+    graph.replay()
+    assert made.tolist() == [1.0] * 3
+    assert total.tolist() == [2.0] * 3
+
+
+def test_a_replay_draws_new_numbers(accelerator):
+    torch.manual_seed(1)
+    graph, made = capture(lambda: torch.rand(3, device=accelerator))
+    drawn = []
+    for _ in range(2):
+        graph.replay()
+        drawn += made.tolist()
+    torch.manual_seed(1)
+    assert drawn == torch.rand(6).tolist()[:6] or drawn[:3] == torch.rand(3).tolist()
+    assert drawn[:3] != drawn[3:]
+
+
+def test_a_replay_spoils_graphs_captured_later_into_its_pool(accelerator):
+    pool = module().graph_pool_handle()
+    one = torch.ones(2, device=accelerator)
+    first, _ = capture(lambda: one * 2, pool)
+    second, made = capture(lambda: one * 3, pool)
+    other, apart = capture(lambda: one * 4)
+    for graph in (first, second, other):
+        graph.replay()
+    assert made.tolist() == [3.0, 3.0]
+    first.replay()
+    assert made.isnan().all()
+    assert apart.tolist() == [4.0, 4.0]
+
+
+REFUSED = {
+    "item": lambda x: x.sum().item(),
+    "copy to the host": lambda x: x.cpu(),
+    "numbers of the host": lambda x: torch.tensor([1.0], device=x.device),
+    "pageable source": lambda x: x.copy_(torch.ones(2), non_blocking=True),
+    "synchronize": lambda x: torch.accelerator.synchronize(),
+    "event query": lambda x: torch.accelerator.current_stream().record_event().query(),
+    "new generator": lambda x: torch.Generator(x.device),
+    "seed": lambda x: torch.manual_seed(1),
+    "pinned memory": lambda x: torch.empty(2, pin_memory=True),
+    "nonzero": lambda x: x.nonzero(),
+    "capture": lambda x: capture(lambda: x + 1),
+}
+
+
+@pytest.mark.parametrize("work", REFUSED.values(), ids=REFUSED)
+def test_work_that_cannot_be_captured_is_refused(accelerator, work):
+    tensor = torch.ones(2, device=accelerator)
+    if work is not REFUSED["capture"]:
+        work(tensor)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(lambda: work(tensor))
+    assert not module().is_current_stream_capturing()
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_an_event_of_a_capture_cannot_be_read_later(accelerator):
+    event = torch.Event(accelerator, enable_timing=True)
+    capture(lambda: event.record())
+    with pytest.raises(RuntimeError, match="last recorded in a capturing stream"):
+        event.synchronize()
+
+
+def test_the_default_stream_cannot_be_captured(accelerator):
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        module().CUDAGraph().capture_begin()
+
+
+def test_pinned_memory_is_read_at_each_replay(accelerator):
+    pinned, target = torch.ones(2).pin_memory(), torch.zeros(2, device=accelerator)
+    graph, _ = capture(lambda: target.copy_(pinned, non_blocking=True))
+    pinned.fill_(5)
+    graph.replay()
+    assert target.tolist() == [5.0, 5.0]
