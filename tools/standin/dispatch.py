@@ -42,7 +42,7 @@ _ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
     ({"mul"}, _FLOAT8, "mul_cuda"),
     ({"div"}, _FLOAT8, "div_true_cuda"),
 ]  # fmt: skip
-# Kernels that only make another view of the memory: those of the CPU do, whatever the device.
+# Views of the same memory: the CPU's kernels make them on any device.
 _VIEWS = {
     "as_strided", "view", "_reshape_alias", "unfold", "alias", "detach", "_unsafe_view",
     "view_as_real", "view_as_complex", "_conj", "_neg_view",
@@ -87,7 +87,7 @@ def _refuse_absent(facts: Op, named: list[tuple[str, Any]]) -> None:
 
 
 class _Call:
-    """One call, whose tensors of the device are replaced by those of the CPU and back."""
+    """One call: tensors of the device become tensors of the CPU for the kernel, and back."""
 
     def __init__(
         self, op: Any, facts: Op, args: Any, kwargs: Any, index: int, returns_device: bool

@@ -77,16 +77,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=int, help="ranks to start here (default: tp * cp * pp * dp)"
-    )
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: tp * cp * pp * dp)")
     parser.add_argument("--device", choices=("standin",), help="an accelerator for tests")
     parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
-    parser.add_argument(
-        "--auto-resume", action="store_true", help="continue --run-dir if it has a checkpoint"
-    )
+    parser.add_argument("--auto-resume", action="store_true", help="continue --run-dir if possible")
     parser.add_argument(
         "--trust-run",
         action="store_true",
