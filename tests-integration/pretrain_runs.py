@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from mcore.observe.sinks import sanitize_metric_name
 from mcore.parallel.checkpoint.files.index import read_index
+from mcore.tensor import current_device
 from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
 from pretrain.run.steps import Steps
@@ -73,18 +74,22 @@ SMALL: dict[str, Any] = {
 }
 
 
-def train_on_ranks(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[str]:
+def train_on_ranks(
+    settings: Settings, run_dir: Path, *, resume: bool = False, kind: str = "cpu"
+) -> list[str]:
     """Train on the ranks of the layout; return what each has printed."""
+    init = "gloo" if kind == "cpu" else f"{kind}:{kind}_nccl"
     return run_ranks(
-        train_here, settings.world_size, settings, str(run_dir), resume=resume, timeout_s=600
-    )
+        train_here, settings.world_size, settings, str(run_dir), resume=resume, kind=kind,
+        init=init, timeout_s=600,
+    )  # fmt: skip
 
 
 def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: str = "cpu") -> str:
     """Be one rank of the main job, in a process group that exists; return what it prints."""
     path = Path(run_dir)
     path.mkdir(parents=True, exist_ok=True)
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+    device = torch.device(kind) if kind == "cpu" else current_device()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train(settings, RunFolder(path), device, resume=path if resume else None)
     return printed.getvalue()

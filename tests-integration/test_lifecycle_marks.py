@@ -15,8 +15,8 @@ INTERNAL = (
     "mcore.parallel.rng.state._set_cuda_rng_state",
     "mcore.modules.freezing._freeze_parameter_if_present",
     "mcore.modules.value_head._register_linear_for_last_layer_mapping",
-    "mcore.observe.experts.moe_fanout._MoeMetricFanoutWriter",
-    "mcore.observe.experts.moe_fanout._build_moe_metric_writer",
+    "mcore.observe.experts.moe_metrics._MoeMetricFanoutWriter",
+    "mcore.observe.experts.moe_metrics._build_moe_metric_writer",
 )
 
 

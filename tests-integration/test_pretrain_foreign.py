@@ -18,10 +18,11 @@ import pytest
 
 from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.command import main
-from pretrain.run_folder import open_plain, refuse_foreign, replacing
+from pretrain.run_folder import RunFolder, open_plain, refuse_foreign, replacing
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
+from pretrain.watch.mlflow_target import choose_target
 from pretrain_runs import TINY, losses_of, pretrain
 
 PRIVATE = "the user's private text\n" * 400
@@ -84,7 +85,9 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
 def test_a_folder_with_links_is_refused(kind: str, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "private.txt"
     file.write_text(PRIVATE)
-    for name in (*LINKED, "config.json.partial", "mlflow.json", "mlflow.db", "checkpoints/x"):
+    (run / "tensorboard").mkdir()
+    others = ("config.json.partial", "mlflow.json", ".hidden", "checkpoints/x", "tensorboard/x")
+    for name in (*LINKED, *others):
         path = run / name
         kept = path.read_bytes() if path.exists() else None
         replace(path, lambda path: KINDS[kind](path, file))
@@ -181,6 +184,13 @@ def test_a_lock_is_private_and_its_text_is_harmless(tmp_path: Path) -> None:
                 check_unclaimed(tmp_path)
 
 
+def test_a_folder_in_place_of_a_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.lock").mkdir()
+    for use in (claim, check_unclaimed):
+        with pytest.raises(UsageError, match=r"cannot (read|write) .*job\.lock"):
+            use(tmp_path)
+
+
 def test_escapes_in_settings_do_not_reach_the_terminal(run: Path) -> None:
     change_settings(run, **{"\x1b[2Jowned": 1})
     assert r"unknown settings: \x1b[2Jowned" in refused(run)
@@ -229,6 +239,19 @@ def test_a_server_that_only_the_folder_names_gets_no_credentials(
     assert all(with_credentials) if words else not any(with_credentials)
 
 
+def test_the_environment_decides_before_the_folder(run: Path) -> None:
+    (run / "mlflow.json").write_text(json.dumps({"tracking_uri": "http://h\x1b"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", "http://mine")
+        target = choose_target(RunFolder(run), None)
+        assert (target.uri, target.is_foreign, target.instead_of) == (
+            "http://mine", False, r"http://h\x1b",
+        )  # fmt: skip
+        (run / "mlflow.json").write_text(json.dumps({"tracking_uri": "http://h"}))
+        assert choose_target(RunFolder(run), None, trusted=True).uri == "http://h"
+        assert choose_target(RunFolder(run), "http://given").uri == "http://given"
+
+
 def test_an_address_that_cannot_be_used_without_credentials_is_refused(
     run: Path, tmp_path: Path
 ) -> None:
@@ -236,9 +259,12 @@ def test_an_address_that_cannot_be_used_without_credentials_is_refused(
     (tmp_path / ".mlflow").mkdir()
     (tmp_path / ".mlflow" / "credentials").write_text("[mlflow]\n")
     for uri, why in (
-        ("http://127.0.0.1:9", "would get the credentials in ~/.mlflow/credentials"),
+        (
+            "http://127.0.0.1:9",
+            "would get the credentials in ~/.mlflow/credentials. Pass --mlflow-uri http://127.0.0.1:9, ",
+        ),
         (f"sqlite:///{tmp_path}/mine.db", "a database that only the folder names"),
-        ("http://h/\x1b[2J", "must start with http"),
+        ("http://h/\x1b[2J", r"it logs to http://h/\x1b[2J, which"),
         (["http://h"], "must start with http"),
     ):
         (run / "mlflow.json").write_text(json.dumps({"tracking_uri": uri}))

@@ -22,7 +22,7 @@ from pretrain.run_folder import RunFolder
 from pretrain.usage import UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
-from pretrain.watch.mlflow_target import choose_target, withhold_credentials
+from pretrain.watch.mlflow_target import choose_target, report_trust
 
 
 def run_rank(request: Request) -> NoReturn:
@@ -37,6 +37,10 @@ def run_rank(request: Request) -> NoReturn:
 def _train_and_report(request: Request) -> int:
     settings = request.settings
     ending = Ending(settings.grace_s)
+    if request.device:
+        import standin
+
+        standin.switch_on()
     device = _choose_device()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
@@ -78,8 +82,7 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
     if not (request.settings.mlflow and is_writer()):
         return None
     target = choose_target(folder, request.mlflow_uri, trusted=request.trust_run)
-    if target.is_foreign:
-        withhold_credentials(target)
+    report_trust(target)
     first_step = latest_step(folder) if request.resume is not None else 0
     warn_like_the_job()
     job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))

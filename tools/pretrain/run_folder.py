@@ -89,9 +89,7 @@ def make_run_folder(path: Path, *, trusted: bool = False) -> RunFolder:
             refuse_foreign(path, "--run-dir")
         if any(path.iterdir()):
             raise UsageError(f"--run-dir {path} is not empty: pass a new folder, or --resume it")
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
     return RunFolder(path)
@@ -100,13 +98,12 @@ def make_run_folder(path: Path, *, trusted: bool = False) -> RunFolder:
 def refuse_foreign(path: Path, option: str) -> None:
     """Raise UsageError if another user owns a run folder or a file in it, or a file is a link.
 
-    The job writes into these files, and a link leads it to a file elsewhere. The folder itself may
-    be a link of this user.
+    The job writes into the files of the folder and of the folders in it, and a link leads it to a
+    file elsewhere. The folder itself may be a link of this user.
     """
     try:
-        folders = [one for one in (path, path / "checkpoints") if one.is_dir()]
-        entries = [folder / name for folder in folders for name in os.listdir(folder)]
-        for one in [*folders[:1], *entries]:
+        inside = list(path.glob("*")) + list(path.glob("*/*"))
+        for one in [path, *inside]:
             with contextlib.suppress(FileNotFoundError):  # removed by another rank
                 facts = one.lstat()
                 if not (is_own(facts, one) and (one != path or is_own(path.stat(), path))):
@@ -141,7 +138,8 @@ def is_plain(facts: os.stat_result) -> bool:
 def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a file and return its number. An OSError for a link or pipe: neither is followed."""
     number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    if is_plain(os.fstat(number)):
+    facts = os.fstat(number)
+    if stat.S_ISREG(facts.st_mode) and is_plain(facts):
         return number
     os.close(number)
     raise OSError(errno.EMLINK, "it has a second name or is no file", str(path))

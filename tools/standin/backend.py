@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -171,8 +172,9 @@ def switched_on() -> Iterator[torch.device]:
         guard.set_current_index(0)
 
 
-def switch_on(rank: int = 0) -> torch.device:
+def switch_on(rank: int | None = None) -> torch.device:
     """Make the stand-in the accelerator of this process, and the device of a rank current."""
+    rank = int(os.environ.get("LOCAL_RANK", "0")) if rank is None else rank
     _forever.enter_context(switched_on())
     guard.set_current_index(rank % COUNT)
     return torch.device(NAME, rank % COUNT)

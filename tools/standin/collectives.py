@@ -207,8 +207,13 @@ def _check_order(
         communicator.check_order("the group", f"{name} of {size}" if name in _EQUAL_SIZES else name)
 
 
+class _Gloo(ProcessGroupGloo):
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: called if a rank is not part of a new group, with a bound device."""
+
+
 def _create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
+    backend = _Gloo(store, rank, size, timeout=timeout)
     _communicators.append(Communicator(backend, store, rank, size))
     return backend
 

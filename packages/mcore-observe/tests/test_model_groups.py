@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mcore.observe.model_groups import find_process_groups, model_chunks
+from mcore.observe.norms import find_process_groups, model_chunks
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 
 

@@ -22,7 +22,7 @@ _ONLY_WITH = {
     "packed": ("document_multiple",),
     "data": ("field", "data_cache"),
 }
-_STARTS = ("run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
+_STARTS = ("device", "run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -53,6 +53,7 @@ class Request:
     run_dir: Path | None = None
     resume: Path | None = None
     runs_dir: Path = Path("runs")
+    device: str = ""  # torch's accelerator, or the CPU
     stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
     by_itself: bool = False  # resumed automatically, without --resume
     trust_run: bool = False
@@ -79,6 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, help="ranks to start here (default: tp * cp * pp * dp)"
     )
+    parser.add_argument("--device", choices=("standin",), help="an accelerator for tests")
     parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")

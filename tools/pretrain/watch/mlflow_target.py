@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.run_folder import RunFolder
-from pretrain.usage import UsageError
+from pretrain.usage import UsageError, clean
 
 _SERVERS = ("http", "https")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -31,6 +31,7 @@ class MlflowTarget:
     shown: str
     is_own_file: bool = False
     is_foreign: bool = False  # only the run folder names it
+    instead_of: str = ""  # the address in the run folder
 
     @property
     def is_server(self) -> bool:
@@ -39,7 +40,7 @@ class MlflowTarget:
 
 
 def choose_target(folder: RunFolder, given: str | None, *, trusted: bool = False) -> MlflowTarget:
-    """The target of a start: the given one, an earlier start's, the environment's, or a file.
+    """The target of a start: the given one, the environment's, an earlier start's, or a file.
 
     Raises UsageError if the run folder names a database, or credentials cannot be withheld from
     the server that it names, unless it is ``trusted``.
@@ -51,9 +52,11 @@ def choose_target(folder: RunFolder, given: str | None, *, trusted: bool = False
     if folder.mlflow_facts.exists():
         if earlier is None:
             return _make_file_target(folder)
-        earlier = str(earlier)
-        if surrounding is not None and mask_uri(surrounding) == earlier:
-            return _parse_target(surrounding, _ENVIRONMENT)
+        earlier = clean(str(earlier))
+        same = surrounding is not None and mask_uri(surrounding) == earlier
+        if surrounding is not None and (same or not trusted):
+            target = _parse_target(surrounding, _ENVIRONMENT)
+            return target if same else replace(target, instead_of=earlier)
         if "***" in earlier:
             raise UsageError(
                 f"--resume {folder.path}: it logs to {earlier}, and the password is not stored: "
@@ -66,8 +69,16 @@ def choose_target(folder: RunFolder, given: str | None, *, trusted: bool = False
     return _parse_target(surrounding, _ENVIRONMENT)
 
 
-def withhold_credentials(target: MlflowTarget) -> None:
-    """Remove MLflow's credentials from the environment, for a server that only a folder names."""
+def report_trust(target: MlflowTarget) -> None:
+    """Report the use of another address than the run folder's, or withhold credentials from that.
+
+    Removes MLflow's credentials from the environment, for a server that only the folder names.
+    """
+    if target.instead_of:
+        line = f"{_ENVIRONMENT} is used, not {target.instead_of} (--trust-run uses it)"
+        print(f"pretrain: warning: {line}", file=sys.stderr, flush=True)
+    if not target.is_foreign:
+        return
     removed = [name for name in _CREDENTIALS if os.environ.pop(name, None) is not None]
     os.environ["NETRC"] = os.devnull  # its default entry is for every host
     withheld = f" ({', '.join(removed)})" if removed else ""
@@ -87,7 +98,7 @@ def _refuse_credentials(folder: RunFolder, target: MlflowTarget) -> MlflowTarget
     else:
         return replace(target, is_foreign=True)
     raise UsageError(
-        f"--resume {folder.path}: it logs to {target.shown}, {problem}: pass --mlflow-uri "
+        f"--resume {folder.path}: it logs to {target.shown}, {problem}. Pass --mlflow-uri "
         f"{target.shown}, --trust-run or --no-mlflow"
     )
 
@@ -128,7 +139,7 @@ def _parse_target(uri: str, source: str) -> MlflowTarget:
     except ValueError as error:
         raise UsageError(f"{source} {target.shown} is not a URI: {mask_uri(str(error))}") from None
     scheme = parts.scheme.partition("+")[0]
-    if scheme not in (*_SERVERS, *_DATABASES) or not uri.isprintable():
+    if scheme not in (*_SERVERS, *_DATABASES):
         raise UsageError(
             f"{source} {target.shown} must start with http://, https:// or the name of a database "
             "such as sqlite:///"

@@ -99,7 +99,7 @@ def configured(**settings):
 
 def open_tensorboard(folder):
     writer = configured(tensorboard_dir=folder).tensorboard_logger
-    return TensorBoardSink(writer), (writer.open(), "add_scalar"), None
+    return TensorBoardSink(writer), (writer, "add_scalar"), None
 
 
 def read_tensorboard(folder, _):
@@ -314,7 +314,7 @@ def test_odd_names_cost_no_value(done):
 
 def test_a_failing_client_is_one_warning_without_secrets_and_the_sink_stays_on(done):
     kind, result, _ = done
-    action = "log" if kind in ("memory", "jsonl") else "flush"
+    action = "log" if kind in ("memory", "jsonl", "tensorboard") else "flush"
     failures = [record for record in result["failure"] if "refused" in record[1]]
     assert failures == [
         (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from mcore.observe.model_groups import find_process_groups, model_chunks
 from mcore.observe.sinks.scalars import read_scalars, widest_float
 from mcore.parallel.groups import GroupLike, as_process_group, get_pg_rank, get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.reductions import sum_over_group
 from mcore.parallel.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
@@ -321,3 +321,27 @@ def _sum_over_shards(squares: torch.Tensor, shards: _ShardSet | None) -> torch.T
     for dim in dims:
         (squares,) = sum_over_group([squares], mesh.get_group(dim))
     return squares
+
+
+def model_chunks(model: Any) -> list[Any]:
+    """Return the virtual-pipeline chunks of a model: a list, one module, or None."""
+    if model is None:
+        return []
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def find_process_groups(pg_collection: Any, model: Any) -> Any:
+    """Return the given groups, else the groups of the first chunk or a module in it, else the default.
+
+    No communication. The result is None without default groups, which means one process.
+    """
+    if pg_collection is not None:
+        return pg_collection
+    chunk = next(iter(model_chunks(model)), None)
+    while chunk is not None:
+        found = getattr(chunk, "pg_collection", None)
+        if found is not None:
+            return found
+        inner = getattr(chunk, "module", None)
+        chunk = inner if isinstance(inner, torch.nn.Module) else None
+    return get_default_process_groups()

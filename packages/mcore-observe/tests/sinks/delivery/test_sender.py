@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe.sinks.delivery.sender import MetricSender
-from mcore.observe.sinks.delivery.spool import Spool, StepMetrics
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
 from rank_testing.scripts import run_script
 
 
@@ -193,20 +193,33 @@ def test_a_hanging_call_delays_nothing():
     assert steps(server.calls)[-10:] == list(range(190, 200))
 
 
-def test_values_that_do_not_fit_into_memory_wait_on_the_disk_in_order(tmp_path):
+def test_values_that_do_not_fit_into_memory_wait_on_the_disk_for_a_replay(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     server = Server()
     spool = Spool(tmp_path, "tracker", {})
-    sender = make(server.send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
-    server.gate.clear()
+    settled = []
+
+    def send(entries):
+        server.send(entries)
+        settled.extend(entries)
+        spool.settle(entries)
+
+    sender = make(send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
+    server.is_down = True
     for step in range(60):
         sender.put(entry(step))
-    assert sender.num_kept == 60
-    server.gate.set()
-    sender.flush()
-    for step in range(60, 70):
-        sender.put(entry(step))
+    wait_for(lambda: server.attempts >= 2)
+    server.is_down = False
     sender.close()
-    assert steps(server.calls) == list(range(70))
+    arrived = steps(server.calls)
+    assert arrived[-8:] == list(range(52, 60))
+    assert records_of_the_tracker(caplog)[-1].getMessage() == (
+        f"tracker is reachable again, {60 - len(arrived)} values wait on the disk for a replay"
+    )
+    assert spool.num_left == 60 - len(arrived) > 40
+    assert spool.leave()
+    kept = [one.step for one in read_spool(spool.path).entries.values()]
+    assert sorted(kept + arrived) == list(range(60))
 
 
 def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -37,6 +37,7 @@ def slices(draw: Any) -> tuple[list[int], list[int], list[int]]:
     st.sampled_from([torch.float64, torch.int16, torch.bool, torch.bfloat16, torch.complex64]),
     st.booleans(),
 )
+@example(([2, 1], [0, 0], [2, 1]), torch.float64, False)  # contiguous, with a last stride of 2
 def test_slices_are_those_of_the_tensor(
     place: tuple[list[int], list[int], list[int]], dtype: torch.dtype, backwards: bool
 ) -> None:

@@ -28,8 +28,8 @@ class ObserveCallback(Callback):
     """Logs the steps of a ``Trainer``, with a console line, and compares its ranks.
 
     Every rank of the job has one. Rank 0 writes, as with Lightning's loggers. A step is a step of
-    the optimizer: its loss is the sum over its batches, its samples and tokens are those of this
-    rank times the data-parallel ranks. :attr:`logger` joins the loggers of the trainer, so values
+    the optimizer: its loss is the sum over its batches, its samples and tokens are this rank's
+    times the data-parallel ranks. :attr:`logger` joins the loggers of the trainer, so values
     of modules, validation and test are sent to the sinks. A ``fit`` that continues the last step,
     or a checkpoint with the counters, continues the run. Otherwise it starts a run in a new folder
     (``-2``). The run ends with an exception or with the process.

@@ -1,7 +1,11 @@
 """Metrics of experts and of multi-token prediction, and a writer to all trackers."""
 
-from mcore.observe.experts.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutWriter
-from mcore.observe.experts.moe_metrics import MoEMetricsTracker, get_moe_metrics_tracker
+from mcore.observe.experts.moe_metrics import (
+    MoEMetricsTracker,
+    _build_moe_metric_writer,
+    _MoeMetricFanoutWriter,
+    get_moe_metrics_tracker,
+)
 from mcore.observe.experts.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
 
 __all__ = [

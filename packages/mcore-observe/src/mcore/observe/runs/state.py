@@ -176,9 +176,9 @@ class GlobalState:
         moe_metrics: The tracker of router metrics, or None for that of the process.
         mtp_metrics: The tracker of multi-token prediction, or None for that of the process.
         timers: The timers, with level and option of the configuration.
-        tensorboard_logger: A ``SummaryWriter`` or None. ``add_scalar`` works in the background.
-            Its other attributes, and those of the next three, wait until it is open.
-        wandb_logger: A W&B run or None. ``log`` works in the background.
+        tensorboard_logger: A ``SummaryWriter`` or None.
+        wandb_logger: A W&B run or None. ``log`` works in the background. Its other attributes, and
+            those of the next two, wait until it is open.
         mlflow_logger: An MLflow run or None. ``log_metrics`` works in the background.
         comet_logger: A Comet experiment or None. ``log_metrics`` works in the background.
         metrics_file: The :class:`mcore.observe.JsonlSink` in the run's folder, or None.

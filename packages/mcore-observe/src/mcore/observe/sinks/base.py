@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from mcore.observe.extras import require_extra
-from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
+from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.scalars import plain_numbers
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.versioning import accepts_parameter
@@ -84,11 +84,12 @@ class TrackerSpec:
     wanted_by: str  # the logger setting that turns the tracker on
     named_by: str | None  # the setting that then has to name the run
     other_settings: tuple[str, ...]  # that a replay needs too
-    open: Callable[[Opening], TrackerRun[Any]]  # never waits
+    open: Callable[[Opening], Any]  # a TrackerRun, never waits. A writer or None if local
     adapt: Callable[[Any], MetricSink]
     rules: ScalarRules = ScalarRules()
     restart: Callable[[Any], None] = _keep_open  # before training restarts in this process
     continues_at_restart: bool = False  # the same run
+    is_local: bool = False  # it writes files itself, without a spool
 
     @property
     def attribute(self) -> str:

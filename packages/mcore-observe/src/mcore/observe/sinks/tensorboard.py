@@ -1,20 +1,21 @@
-"""TensorBoard: event files that are written in the background."""
+"""TensorBoard: event files, which need neither a background thread nor a spool."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
-from mcore.observe.sinks.delivery.spool import StepMetrics
-from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
+from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.scalars import plain_numbers
 
+logger = logging.getLogger(__name__)
+
+_FLUSH_S: Any = 0.1  # the writer's annotation says int, its clock is a float
 _OVER_SAMPLES = " vs samples"
 
 
@@ -34,12 +35,12 @@ class TensorBoardSink:
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        self._is_closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add one scalar for each metric."""
-        if isinstance(self._writer, TrackerRun):
-            self._writer.log_metrics(metrics, step)
-            return
+        if self._is_closed:  # a SummaryWriter would open another file
+            raise ValueError("the TensorBoard sink is closed; make another one to log")
         for name, value in plain_numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
@@ -49,48 +50,8 @@ class TensorBoardSink:
 
     def close(self, status: str = "FINISHED") -> None:
         """Close the writer."""
-        if isinstance(self._writer, TrackerRun):
-            self._writer.close(status)
-        else:
-            self._writer.close()
-
-
-class TensorBoardRun(ClientRun[Any]):
-    """A ``SummaryWriter`` that is opened in the background. Scalars wait for it."""
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
-        """Write one scalar in the background.
-
-        Args:
-            tag: Its name.
-            scalar_value: A number, or a tensor of one element.
-            global_step: The step.
-        """
-        self.log_metrics({tag: scalar_value}, global_step)
-
-    def _write(self, connection: Any, entries: Sequence[StepMetrics]) -> None:
-        for entry in entries:
-            for name, value in entry.metrics.items():
-                connection.add_scalar(name, value, entry.step, walltime=entry.time_ms / 1000)
-        connection.flush()
-
-    def _drop_known(self, connection: Any, entries: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-        known = {
-            (value.tag, event.step)
-            for path in _list_files(Path(connection.log_dir))
-            for event in _read_events(path)
-            for value in event.summary.value
-        }
-        return [
-            replace(
-                entry,
-                metrics={n: v for n, v in entry.metrics.items() if (n, entry.step) not in known},
-            )
-            for entry in entries
-        ]
-
-    def _end(self, connection: Any, status: str) -> None:
-        connection.close()
+        self._is_closed = True
+        self._writer.close()
 
 
 def forget_later_events(folder: Path, step: int) -> None:
@@ -154,25 +115,21 @@ def _read_events(path: Path) -> Iterator[Any]:
         yield Event.FromString(record)
 
 
-def _open(opening: Opening) -> TensorBoardRun:
+def _open(opening: Opening) -> Any:
+    """Return a ``SummaryWriter``, or None with a WARNING: an error would stop one rank only."""
     folder = Path(os.fspath(opening.settings.tensorboard_dir))
-
-    def connect() -> Any:
+    try:
         TRACKER.require()
-        with run.preparing():
-            from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
 
         if opening.resume_step is not None:
             forget_later_events(folder, opening.resume_step)
-        return SummaryWriter(log_dir=str(folder), max_queue=opening.settings.tensorboard_queue_size)
-
-    with contextlib.suppress(ImportError):
-        # Here, not in the thread: it imports parts of torch. If the training thread imports them
-        # at the same time, the two imports can deadlock.
-        import torch.utils.tensorboard  # noqa: F401
-    run = TensorBoardRun(connect, name=TRACKER.label, **opening.options())
-    run.open_in_background()
-    return run
+        # A killed process loses only the last moments. The writer would keep two minutes.
+        queue = opening.settings.tensorboard_queue_size
+        return SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+    except Exception as error:
+        logger.warning("cannot write event files to %s: %s", folder, error)
+        return None
 
 
 TRACKER = TrackerSpec(
@@ -186,4 +143,5 @@ TRACKER = TrackerSpec(
     adapt=TensorBoardSink,
     rules=ScalarRules(left_out=frozenset({"samples vs steps"}), versus_samples=True),
     restart=lambda writer: writer.close(),
+    is_local=True,
 )

@@ -13,7 +13,7 @@ from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool
-from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
+from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.run_folder import run_folder_of, spool_folder_of
 from mcore.observe.sinks.scalars import Scalar
@@ -28,10 +28,12 @@ _ALL_SCALARS = ScalarRules()
 
 def open_tracker(
     spec: TrackerSpec, settings: Any, config: Any, earlier_run_id: str | None = None
-) -> TrackerRun[Any]:
+) -> Any:
     """Start to open a run of a tracker. Metrics wait for it on the disk."""
     folder = run_folder_of(settings)
     resume_step = getattr(settings, "resume_step", None)
+    if spec.is_local:
+        return spec.open(Opening(settings, resume_step=resume_step))
     spools = spool_folder_of(settings)
     run_id = earlier_run_id
     if run_id is None and resume_step is not None and folder is not None:

@@ -178,7 +178,7 @@ def _sort_places(z_by_place: Mapping[tuple[int, int], float]) -> Places:
 
 
 def find_outliers(kept: Sequence[torch.Tensor], num_times: int, rule: OutlierRule) -> Places:
-    """Find the values of the last report that are worse than those of the better half.
+    """Find the values of the last report that are far from the better half.
 
     ``kept`` is from :meth:`PastReports.kept`.
     """
@@ -230,7 +230,7 @@ def _compute_limits(num_others: int, world: int, z: float) -> tuple[float, float
 
 
 def _measure_noise(past: Sequence[torch.Tensor]) -> float:
-    """Return the standard deviation of the values of a rank, from those of several reports.
+    """Return the standard deviation of a rank, measured in several reports.
 
     Changes that all ranks share are not noise, nor is the largest tenth of the differences.
     """

@@ -11,15 +11,15 @@ distance of the quartile from the middle. A rank is slow if, for one window of 3
 reports, all of the following hold:
 
 - Level: the mean of ``d`` is above ``bias`` plus a multiple of the standard deviation of such a
-  mean. This deviation is the largest of three measurements: that of single reports divided by the
-  root of the window; that between windows of the past, which also sees noise that lasts for several
-  reports; and the spread of the faster half of the peers, which sees lasting differences of healthy
-  hardware. The last needs 16 peers.
+  mean. This deviation is the largest of three measurements. The first is that of single reports,
+  divided by the root of the window. The second is that between windows of the past, which includes
+  noise that lasts for several reports. The third is the spread of the faster half of the peers,
+  which includes lasting differences of healthy hardware. It needs 16 peers.
 - Count: at least 3 of 3, 4 of 5, 8 of 10 or 16 of 20 values of ``d`` are above ``bias`` plus a
   quantile of the measured noise, and above half the mean. The quantile follows from the share of
   noise values above it and the binomial distribution (beta-binomial, because the share is itself
-  measured). It needs no normal distribution: rare pauses, however long, and pauses in every second
-  report do not make a rank slow.
+  measured). It needs no normal distribution: neither rare pauses, however long, nor pauses in
+  every second report are a verdict.
 - Size: the mean is at least 3 % of an iteration.
 
 The noise of a report is a rank's ``z`` minus the median of five values around it, which a lasting
@@ -34,10 +34,10 @@ way, if ``individual_threshold`` is exceeded. This ends once the slow values are
 
 Memory. 20 values per rank and time, and up to 256 for at most 512 ranks.
 
-It cannot see: a rank that was slow for fewer than three reports; an excess below 3 %, or within the
-noise; more than half of the peers slow; a change of all peers together; a rank that is slow in less
-than four of five reports. Noise that lasts for many reports is recognised only after about 30
-reports with fewer than 16 peers.
+It cannot find a rank that was slow for fewer than three reports, or in less than four of five. The
+same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
+change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
+recognised only after about 30 reports.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Found: TypeAlias = "dict[int, float]"  # index of a rank -> distance in standard
 
 @dataclass(frozen=True)
 class OutlierRule:
-    """The thresholds beyond which a rank stands out."""
+    """The thresholds beyond which a rank is an outlier."""
 
     z: float = 3.3  # for a whole report: raised with the number of ranks and sections
     relative: float = 1.0  # the relative score has to be below it, too

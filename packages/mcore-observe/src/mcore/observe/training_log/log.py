@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.model_groups import find_process_groups
+from mcore.observe.norms import find_process_groups
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
 from mcore.observe.sinks.scalars import Scalars, as_number, one_number
 from mcore.observe.sinks.trackers import SinkTable, emit

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore.observe.model_groups import find_process_groups
+from mcore.observe.norms import find_process_groups
 from mcore.observe.rank_logging import writes_log
 from mcore.observe.sinks.scalars import as_number, only_numbers
 from mcore.parallel.groups import as_process_group, get_pg_size, world_size

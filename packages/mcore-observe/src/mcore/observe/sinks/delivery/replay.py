@@ -68,7 +68,7 @@ def _replay_file(
     facts = owner.contents.facts
     spec = next((spec for spec in TRACKERS if spec.name == facts.get("tracker")), None)
     kept = facts.get("settings")
-    if spec is None or not isinstance(kept, dict):
+    if spec is None or spec.is_local or not isinstance(kept, dict):
         raise ValueError(f"{owner.path} is damaged: it does not name its tracker and settings")
     settings = _restore_settings(kept)
     hiding: AbstractContextManager[None] = nullcontext()

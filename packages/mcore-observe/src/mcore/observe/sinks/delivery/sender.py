@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics
 from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,9 @@ class MetricSender:
     """Sends metrics in order, in a thread that starts with the first of them.
 
     A call that fails because the tracker is unreachable is repeated until it succeeds, so the
-    tracker must accept the same metrics twice. With a spool, metrics that do not fit into memory
-    or have not arrived at the end wait on the disk. Without one, the oldest values are dropped.
+    tracker must accept the same metrics twice. If too many wait, the oldest are dropped from
+    memory. With a spool they stay on the disk for a replay, as do metrics that have not arrived at
+    the end.
     """
 
     name: str
@@ -30,7 +31,7 @@ class MetricSender:
     is_unreachable: Callable[[Exception], bool]
     spool: Spool | None = None
     is_preparing: Callable[[], bool] = lambda: False  # busy with an import, not with the tracker
-    max_values: int = 100_000  # in memory
+    max_values: int | None = None  # in memory. None: 2,000,000 with a spool, else 100,000
     max_per_call: int = 1000
     linger_s: float = 1.0  # how long values wait for more values
     first_retry_s: float = 0.5  # doubled by each further failure in a row
@@ -42,9 +43,7 @@ class MetricSender:
         self._changed = threading.Condition()
         self._waiting: collections.deque[StepMetrics] = collections.deque()
         self._num_waiting = 0
-        self._num_spilled = 0  # on the disk only
         self._last_number = 0
-        self._last_in_memory = 0
         self._in_flight: list[StepMetrics] = []
         self._call_started_s: float | None = None
         self._failures_in_a_row = 0
@@ -60,12 +59,18 @@ class MetricSender:
     def num_kept(self) -> int:
         """Values that have not arrived yet."""
         with self._changed:
-            return self._num_waiting + _count(self._in_flight) + self._num_spilled
+            return self._num_waiting + _count(self._in_flight)
 
     @property
     def has_thread(self) -> bool:
         """Whether the thread is running."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def _most_values(self) -> int:
+        if self.max_values is not None:
+            return self.max_values
+        return 100_000 if self.spool is None else 2_000_000
 
     def start(self) -> None:
         """Start the thread with an empty call, which is repeated like any other."""
@@ -159,21 +164,15 @@ class MetricSender:
         return started_s is None or time.monotonic() - started_s < self.patience_s
 
     def _keep(self, part: StepMetrics) -> None:
-        count = len(part.metrics)
-        is_full = self._num_waiting + count > self.max_values
+        count, most = len(part.metrics), self._most_values
         if self.spool is not None:
             self.spool.append(part)
-            # Later metrics must not overtake metrics that are only on the disk.
-            if self._num_spilled or (is_full and self._waiting):
-                self._num_spilled += count
-                return
-        while self._num_waiting + count > self.max_values and self._waiting:
+        while self._num_waiting + count > most and self._waiting:
             oldest = self._waiting.popleft()
             self._num_waiting -= len(oldest.metrics)
             self.num_dropped += len(oldest.metrics)
         self._waiting.append(part)
         self._num_waiting += count
-        self._last_in_memory = part.number
 
     def _give_up(self) -> None:
         if self.num_kept:
@@ -191,7 +190,7 @@ class MetricSender:
                 where,
             )
         self._waiting.clear()
-        self._num_waiting = self._num_spilled = 0
+        self._num_waiting = 0
         self._opening = False
         self._changed.notify_all()
 
@@ -229,16 +228,14 @@ class MetricSender:
         """Wait until a call is due, or return False if no call will be due."""
         while True:
             with self._changed:
-                while not (self._waiting or self._opening or self._num_spilled):
+                while not (self._waiting or self._opening):
                     if self._closing:
                         return False
                     self._changed.wait()
+                self._pause()
+                # close() may have given everything up during the pause.
                 if self._waiting or self._opening:
-                    self._pause()
-                    # close() may have given everything up during the pause.
-                    if self._waiting or self._opening:
-                        return True
-            self._read_spilled()
+                    return True
 
     def _pause(self) -> None:
         """Wait for more values to send in the same call, or before the next retry."""
@@ -283,7 +280,7 @@ class MetricSender:
             self._num_waiting += _count(taken)
             self._failures_in_a_row += 1
             if self._failures_in_a_row == 1:
-                kept = "all" if self.spool is not None else f"the last {self.max_values}"
+                kept = "all" if self.spool is not None else f"the last {self._most_values}"
                 logger.warning(
                     "%s is unreachable, training continues: %s values are kept and sent when it "
                     "responds: %s: %s",
@@ -298,28 +295,10 @@ class MetricSender:
             if self._failures_in_a_row:
                 level = logging.WARNING if self.num_dropped else logging.INFO
                 dropped, self.num_dropped = self.num_dropped, 0
-                logger.log(level, "%s is reachable again, %d values were lost", self.name, dropped)
+                fate = "were lost" if self.spool is None else "wait on the disk for a replay"
+                logger.log(level, "%s is reachable again, %d values %s", self.name, dropped, fate)
             self._failures_in_a_row = 0
         self._changed.notify_all()
-
-    def _read_spilled(self) -> None:
-        """Read metrics that are only on the disk back into memory, as many as fit."""
-        if self.spool is None or not self.spool.sync(60.0):
-            entries = []
-        else:
-            known = read_spool(self.spool.path).entries.values()
-            entries = [entry for entry in known if entry.number > self._last_in_memory]
-        with self._changed:
-            if not entries:
-                self.num_dropped += self._num_spilled
-                self._num_spilled = 0
-            for entry in entries:
-                if self._num_waiting and self._num_waiting + len(entry.metrics) > self.max_values:
-                    break
-                self._waiting.append(entry)
-                self._last_in_memory = entry.number
-                self._num_waiting += len(entry.metrics)
-                self._num_spilled -= len(entry.metrics)
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from mcore.observe.sinks.scalars import is_one_number
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".spool.jsonl"
-_ENDING_S = 2.0  # that the end of a run waits for the disk
-_PAUSE_S = 0.05  # between two writes: the steps of that time share a write
 _LARGE_BYTES = 8 << 20  # a file of this size is rewritten without the metrics that have arrived
 
 
@@ -75,27 +72,24 @@ class SpoolContents:
 
 
 class Spool:
-    """An append-only file of metrics and of their arrival, written by a separate thread.
+    """An append-only file of metrics and of their arrival.
 
-    It is not the sender's thread, which can hang in a call to the tracker for minutes: a line
-    reaches the operating system within a tenth of a second and so outlives the process. The file
-    is locked while the process lives, and removed once everything has arrived. If it cannot be
-    written there is one WARNING, and nothing is kept.
+    The training step appends each line itself, so the line outlives the process from then on. The
+    sender's thread notes arrivals and shortens the file. It may hang in a call to the tracker for
+    minutes, and holds no lock meanwhile. The file is locked while the process lives, and removed
+    once everything has arrived. If it cannot be written there is one WARNING, and nothing is kept.
     """
 
     def __init__(self, folder: Path, tracker: str, facts: Mapping[str, Any]) -> None:
         name = f"{tracker}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
         self.path = folder / f"{name}{_SUFFIX}"
         self.num_left = 0
-        self._changed = threading.Condition()
-        self._lines: collections.deque[dict[str, Any]] = collections.deque([{"facts": dict(facts)}])
+        self._facts = dict(facts)
+        self._lock = threading.Lock()
         self._file: int | None = None
         self._size = 0
         self._large_bytes = _LARGE_BYTES
-        self._thread: threading.Thread | None = None
-        self._is_writing = False
         self._is_closed = False  # after a failure, or at the end
-        self._is_unwanted = False
 
     @property
     def run_folder(self) -> Path:
@@ -103,100 +97,88 @@ class Spool:
         return self.path.parent.parent if self.path.parent.name == "spool" else self.path.parent
 
     def append(self, entry: StepMetrics) -> None:
-        """Keep an entry, without waiting for the disk."""
-        self.num_left += 1
-        self._put(entry.as_record())
+        """Append an entry. The first one makes the file."""
+        with self._lock:
+            self.num_left += 1
+            self._write(entry.as_record())
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Add facts, such as the run's id once it is known."""
-        self._put({"facts": dict(facts)})
+        with self._lock:
+            self._facts.update(facts)
+            if self._file is not None:
+                self._write({"facts": dict(facts)})
 
     def settle(self, entries: Iterable[StepMetrics]) -> None:
-        """Note that entries have arrived, or were refused for good."""
+        """Note that entries have arrived, or were refused for good. Only the sender's thread."""
         numbers = [entry.number for entry in entries]
         if numbers:
-            self.num_left -= len(numbers)
-            self._put({"arrived": list(_merge_ranges(numbers))})
-
-    def sync(self, timeout_s: float = _ENDING_S) -> bool:
-        """Wait until the operating system has all lines, and return whether it has."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while (self._lines or self._is_writing) and not self._is_closed:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self._thread is None or not self._thread.is_alive():
-                    break
-                self._changed.wait(min(left_s, 0.2))
-            # The thread ends with the interpreter. A closed file must not be opened a second time.
-            if self._lines and not self._is_writing and not self._is_closed:
-                self._write(self._take())
-                self._is_writing = False
-            return not self._lines and not self._is_closed
+            with self._lock:
+                self.num_left -= len(numbers)
+                self._write({"arrived": list(_merge_ranges(numbers))})
+            if self._size > self._large_bytes:
+                self._guard(self._shorten)
 
     def remove(self) -> None:
         """Remove the file: everything has arrived."""
-        with self._changed:
-            self._is_closed = self._is_unwanted = True
-            self._lines.clear()
-            # If the disk hangs longer, the thread removes the file after its write.
-            if self._changed.wait_for(lambda: not self._is_writing, _ENDING_S):
-                self._close()
+        self.leave()
+        self.path.unlink(missing_ok=True)
+        _remove_if_empty(self.path.parent)
 
     def leave(self) -> bool:
-        """Write the rest, leave the file to a replay, and return whether it is on the disk."""
-        is_kept = self.sync()
-        with self._changed:
+        """Leave the file to a replay, and return whether it has everything."""
+        with self._lock:
+            is_written = not self._is_closed and self._file is not None
             self._is_closed = True
-            if not self._is_writing:
-                self._close()
-        return is_kept
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+        return is_written
 
-    def _put(self, line: dict[str, Any]) -> None:
-        with self._changed:
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Append a line. The caller holds the lock."""
+        if not self._is_closed:
+            self._guard(lambda: self._append(_encode_line(line)))
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _open_locked(self.path)
+            data = _encode_line({"facts": self._facts}) + data
+        _write_all(self._file, data)
+        self._size += len(data)
+
+    def _shorten(self) -> None:
+        """Write the file anew without the entries that have arrived.
+
+        The lock is held only for the lines that steps have appended since the beginning.
+        """
+        seen, old = self._size, self._file
+        if old is None:
+            return
+        contents = _read_lines(os.pread(old, seen, 0).splitlines(keepends=True))
+        partial = self.path.with_suffix(".partial")
+        # Locked before it gets its name: no replay can take it in between.
+        file = _open_locked(partial)
+        entries = [entry.as_record() for entry in contents.entries.values()]
+        data = b"".join(map(_encode_line, [{"facts": contents.facts}, *entries]))
+        _write_all(file, data)
+        with self._lock:
             if self._is_closed:
+                os.close(file)
+                partial.unlink()
                 return
-            self._lines.append(line)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"mcore.observe spool {self.path.name}", daemon=True
-                )
-                self._thread.start()
-            elif len(self._lines) == 1:
-                self._changed.notify_all()
+            tail = os.pread(old, self._size - seen, seen)
+            _write_all(file, tail)
+            os.replace(partial, self.path)
+            os.close(old)
+            self._file, self._size = file, len(data) + len(tail)
+            # A file that stays large is not shortened with every call.
+            self._large_bytes = max(_LARGE_BYTES, 2 * self._size)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._lines:
-                    if self._is_closed:
-                        return
-                    self._changed.wait()
-                lines = self._take()
-            self._write(lines)
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                if self._is_closed:
-                    self._close()
-                    return
-            time.sleep(_PAUSE_S)
-
-    def _take(self) -> list[dict[str, Any]]:
-        lines = list(self._lines)
-        self._lines.clear()
-        self._is_writing = True
-        return lines
-
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        data = b"".join(map(_encode_line, lines))
+    def _guard(self, write: Callable[[], None]) -> None:
         try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = _open_locked(self.path)
-            _write_all(self._file, data)
-            self._size += len(data)
-            if self._size > self._large_bytes:
-                self._rewrite()
+            write()
         except OSError as error:
             self._is_closed = True
             logger.warning(
@@ -205,31 +187,6 @@ class Spool:
                 self.path,
                 error,
             )
-
-    def _rewrite(self) -> None:
-        """Write the file anew without the entries that have arrived."""
-        contents = read_spool(self.path)
-        partial = self.path.with_suffix(".partial")
-        # Locked before it gets its name: no replay can take it in between.
-        file = _open_locked(partial)
-        entries = [entry.as_record() for entry in contents.entries.values()]
-        data = b"".join(map(_encode_line, [{"facts": contents.facts}, *entries]))
-        _write_all(file, data)
-        os.replace(partial, self.path)
-        if self._file is not None:
-            os.close(self._file)
-        self._file, self._size = file, len(data)
-        # A file that stays large is not rewritten with every write.
-        self._large_bytes = max(_LARGE_BYTES, 2 * len(data))
-
-    def _close(self) -> None:
-        """Close the file, and remove it if it is unwanted."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._is_unwanted:
-            self.path.unlink(missing_ok=True)
-            _remove_if_empty(self.path.parent)
 
 
 def spool_files(folder: Path, tracker: str = "") -> list[Path]:
@@ -242,16 +199,20 @@ def read_spool(path: Path) -> SpoolContents:
 
     A complete line that no spool writes is a WARNING, one for the file.
     """
-    contents, damaged = SpoolContents(), 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            record = record_of(line)
-            if record is None:
-                continue
-            try:
-                contents.add(record)
-            except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-                damaged = damaged or number
+        return _read_lines(file, path)
+
+
+def _read_lines(lines: Iterable[bytes], path: Path | None = None) -> SpoolContents:
+    contents, damaged = SpoolContents(), 0
+    for number, line in enumerate(lines, 1):
+        record = record_of(line)
+        if record is None:
+            continue
+        try:
+            contents.add(record)
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+            damaged = damaged or number
     if damaged:
         logger.warning("%s: line %d is damaged and was skipped", path, damaged)
     return contents
@@ -345,7 +306,7 @@ def _merge_ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 
 def _open_locked(path: Path) -> int:
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
     lock(file)
     return file
 

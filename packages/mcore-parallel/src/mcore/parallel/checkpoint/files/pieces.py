@@ -367,7 +367,8 @@ def read_slice(
 
 def _note_change(target: torch.Tensor) -> None:
     """Count a change in place for autograd, which has not seen the read."""
-    target.view(torch.uint8)[:0].zero_()  # some dtypes of 4 bits cannot be filled
+    # As bytes: some dtypes of 4 bits cannot be filled. Flat: an axis of size 1 may have any stride.
+    target.view(-1).view(torch.uint8)[:0].zero_()
 
 
 def _has_file_layout(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:
