@@ -16,6 +16,7 @@ from mcore.modules.init_methods import init_method_normal, scaled_init_method_no
 __all__ = [
     "TransformerConfig",
     "is_switched_on",
+    "is_using_quantization_scales",
     "read_field",
 ]
 
@@ -252,6 +253,20 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
             f"{type(config).__name__} has no field {name!r}, and there is no default for it. Set it"
         )
     return default
+
+
+def is_using_quantization_scales(config: object) -> bool:
+    """Return whether a configuration enables fp8 or fp4, whose weights have scales.
+
+    Args:
+        config: Any configuration object. A missing field is off.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> is_using_quantization_scales(SimpleNamespace(fp8="hybrid"))
+        True
+    """
+    return any(is_switched_on(read_field(config, name, None)) for name in ("fp8", "fp4"))
 
 
 # Fields that only layers of Megatron-LM read, with their defaults.
