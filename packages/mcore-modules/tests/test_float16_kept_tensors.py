@@ -49,6 +49,7 @@ def future_flag(name):
         setter(False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "change",
     [
@@ -69,6 +70,7 @@ def test_marked_tensors_stay_in_float32(change):
     assert model.module.linear.weight.dtype in {torch.float16, torch.bfloat16}
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("flag", ["overwrite", "swap"])
 @pytest.mark.parametrize("change", ["half", "deepcopy"])
 def test_marks_survive_conversions_that_replace_parameters(flag, change):
@@ -86,12 +88,14 @@ def test_marks_survive_a_build_on_the_meta_device():
     assert not model.module.router.is_meta
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_all_tensors_follow_the_device():
     model = Float16Module(BF16, Marked()).to("meta")
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert kept_names(model) == KEPT
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_gradients_of_marked_parameters_keep_their_dtype():
     model = Float16Module(BF16, Marked())
     model.module.router.sum().backward()
@@ -99,6 +103,7 @@ def test_gradients_of_marked_parameters_keep_their_dtype():
     assert model.module.router.grad.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_float8_buffers_are_left_alone_later_too():
     module = torch.nn.Linear(1, 1)
     module.register_buffer("small", torch.ones(1).to(torch.float8_e4m3fn))
@@ -106,6 +111,7 @@ def test_float8_buffers_are_left_alone_later_too():
     assert model.module.small.dtype is torch.float8_e4m3fn
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_mark_made_after_wrapping_becomes_lasting_with_the_next_conversion():
     model = Float16Module(BF16, torch.nn.Linear(1, 1)).float()
     mark_keep_in_fp32(model.module.bias)
@@ -113,6 +119,7 @@ def test_a_mark_made_after_wrapping_becomes_lasting_with_the_next_conversion():
     assert kept_names(copy.deepcopy(model)) == {"bias"}
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("through", ["wrapper", "parent"])
 def test_assigned_tensors_get_precision_and_marks(through):
     model = Float16Module(BF16, Marked())
@@ -128,6 +135,7 @@ def test_assigned_tensors_get_precision_and_marks(through):
     assert model.module.router.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_loading_without_assign_leaves_a_later_cast_alone():
     parent = torch.nn.Module()
     parent.child = Float16Module(BF16, torch.nn.Linear(1, 1))

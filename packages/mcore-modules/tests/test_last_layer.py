@@ -21,6 +21,7 @@ def filled(value):
     return lambda tensor: tensor.fill_(value)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_documented_call_and_defaults():
     head = LinearForLastLayer(3, 2, False)
     logits, bias = head(torch.ones(4, 3))
@@ -34,12 +35,14 @@ def test_documented_call_and_defaults():
     assert LinearForLastLayer(2, 1, False).weight.shape == (1, 2)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_hand_computed_output_and_ignored_arguments():
     head = LinearForLastLayer(2, 3, False, init_method=filled(2.0))
     logits, _ = head(torch.ones(5, 1, 2), weight=torch.zeros(3, 2), runtime_gather_output=True)
     assert logits.tolist() == torch.full((5, 1, 3), 4.0).tolist()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_bias_is_added_and_not_returned():
     head = LinearForLastLayer(2, 1, False, True, init_method=filled(1.0))
     assert head.bias.tolist() == [0.0]
@@ -49,6 +52,7 @@ def test_a_bias_is_added_and_not_returned():
     assert (logits.item(), bias) == (7.0, None)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_results_are_those_of_linear():
     torch.manual_seed(0)
     head = LinearForLastLayer(4, 3, False, bias=True)
@@ -57,6 +61,7 @@ def test_results_are_those_of_linear():
     assert head(torch.empty(0, 2, 4))[0].shape == (0, 2, 3)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
 def test_input_of_another_dtype_is_cast_to_that_of_the_weight(weight, given):
@@ -67,6 +72,7 @@ def test_input_of_another_dtype_is_cast_to_that_of_the_weight(weight, given):
     assert native(torch.ones(2, 4, dtype=given))[0].dtype is weight
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_dropout_in_training_only():
     head = LinearForLastLayer(1000, 1, False, dropout=0.5, init_method=filled(1.0))
     torch.manual_seed(0)
@@ -76,6 +82,7 @@ def test_dropout_in_training_only():
     assert head.eval()(torch.ones(1, 1000))[0].item() == 1000.0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_dropout_is_a_module_whose_probability_may_be_changed():
     head = LinearForLastLayer(1000, 1, False, dropout=0.5, init_method=filled(1.0))
     assert isinstance(head.dropout, torch.nn.Dropout)
@@ -91,6 +98,7 @@ def test_what_is_no_probability_is_refused_at_construction(dropout):
         LinearForLastLayer(2, 1, False, dropout=dropout)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_default_initialisation_is_that_of_linear_or_none():
     torch.manual_seed(0)
     ours = LinearForLastLayer(4, 3, False, bias=True)
@@ -129,6 +137,7 @@ def assigned(head):
     return parent["head"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "change",
     [
@@ -156,6 +165,7 @@ def test_a_build_on_the_meta_device():
     assert marked(head)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_sequence_parallel_in_one_process_gathers_nothing():
     head = LinearForLastLayer(2, 1, True, init_method=filled(1.0))
     assert head(torch.ones(3, 1, 2))[0].shape == (3, 1, 1)

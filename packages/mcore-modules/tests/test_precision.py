@@ -64,6 +64,7 @@ class ModelOutput(OrderedDict):
         return dict(self.items())[key] if isinstance(key, str) else tuple(self.values())[key]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_nested_structure_of_the_documented_example():
     result = to_half((ones(2), [ones(1, dtype=torch.int64), None, 3]))
     assert type(result) is tuple
@@ -73,6 +74,7 @@ def test_nested_structure_of_the_documented_example():
     assert result[1][1:] == [None, 3]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_named_tuple_keeps_its_type():
     result = to_half(Pair(a=ones(1), b=2))
     assert type(result) is Pair
@@ -80,6 +82,7 @@ def test_named_tuple_keeps_its_type():
     assert result.b == 2
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_torch_return_types_keep_their_fields():
     result = to_half(torch.max(ones(3, 2), 0))
     assert type(result) is torch.return_types.max
@@ -87,6 +90,7 @@ def test_torch_return_types_keep_their_fields():
     assert result.indices.dtype is torch.int64
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_mappings_keep_type_order_and_factory_and_the_original():
     original = defaultdict(list, {"k": ones(1), "a": [ones(1)]})
     result = to_half(original)
@@ -97,6 +101,7 @@ def test_mappings_keep_type_order_and_factory_and_the_original():
     assert original["k"].dtype is original["a"][0].dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "make", [dict, OrderedDict, UserDict, MappingProxyType, collections.Counter], ids=str
 )
@@ -106,6 +111,7 @@ def test_every_mapping_is_converted(make):
     assert result["k"].dtype is torch.float16
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_dict_that_is_its_own_namespace():
     class Attributes(dict):
         def __init__(self, *args):
@@ -117,6 +123,7 @@ def test_dict_that_is_its_own_namespace():
     assert result.x.dtype is torch.float16
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_deque_keeps_its_maximal_length():
     result = to_half(deque([ones(1), ones(1)], maxlen=5))
     assert type(result) is deque
@@ -124,6 +131,7 @@ def test_deque_keeps_its_maximal_length():
     assert [tensor.dtype for tensor in result] == [torch.float16] * 2
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_namespace_and_subclasses_of_containers():
     class Tensors(list):
         pass
@@ -138,6 +146,7 @@ def test_namespace_and_subclasses_of_containers():
     assert result.x.dtype is result.many[0].dtype is result.three[0].dtype is torch.float16
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_frozen_dataclass_with_a_field_that_is_no_argument():
     original = Frozen(ones(1))
     object.__setattr__(original, "n", 7)
@@ -148,6 +157,7 @@ def test_frozen_dataclass_with_a_field_that_is_no_argument():
     assert original.x.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_post_init_does_not_run_again():
     original = Counted(ones(1))
     result = to_half(original)
@@ -155,6 +165,7 @@ def test_post_init_does_not_run_again():
     assert result.made == [1]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_dataclass_types_and_modules_are_leaves():
     linear = torch.nn.Linear(1, 1)
     assert to_half(Counted) is Counted
@@ -162,6 +173,7 @@ def test_dataclass_types_and_modules_are_leaves():
     assert linear.weight.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_model_output_agrees_by_item_and_attribute():
     original = ModelOutput(loss=ones(()), hidden=(ones(1), ones(2)))
     result = to_half(original)
@@ -199,12 +211,14 @@ def test_leaves_that_are_not_float32_are_the_same_objects(leaf):
     assert to_half([leaf])[0] is leaf
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_wrapped_tensor_is_not_unwrapped():
     wrapped = WrappedTensor(ones(1))
     to_half(wrapped)
     assert wrapped.unwrap().dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_upcast_of_both_half_types(dtype):
     result = float16_to_fp32({"l": ones(1, dtype=dtype), "d": ones(1, dtype=torch.float64)})
@@ -259,6 +273,7 @@ def unchanged():
     ]
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("place", range(len(unchanged())))
 def test_a_container_in_which_nothing_changes_is_returned_itself(place):
     val = unchanged()[place]
@@ -268,6 +283,7 @@ def test_a_container_in_which_nothing_changes_is_returned_itself(place):
     assert conversion_helper(val, lambda leaf: leaf) is val
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_containers_with_constructors_of_their_own_are_rebuilt_without_them():
     named = to_half(Named("n", [ones(1)]))
     assert (type(named), named.name, named[0].dtype) == (Named, "n", torch.float16)
@@ -280,6 +296,7 @@ def test_containers_with_constructors_of_their_own_are_rebuilt_without_them():
     assert cache["x"].dtype is torch.float32
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_mappings_that_cannot_be_copied_are_leaves():
     class Table(collections.abc.Mapping):
         def __init__(self, path):
@@ -298,6 +315,7 @@ def test_mappings_that_cannot_be_copied_are_leaves():
     assert to_half([table, ones(1)])[0] is table
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_tensor_that_occurs_twice_is_converted_once():
     calls = []
 
@@ -311,12 +329,14 @@ def test_a_tensor_that_occurs_twice_is_converted_once():
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_container_that_occurs_twice_is_no_cycle():
     shared = [ones(1)]
     result = to_half((shared, shared))
     assert result[0][0] is result[1][0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_cycles_are_refused():
     cycle = [ones(1)]
     cycle.append({"me": cycle})
@@ -352,6 +372,7 @@ def test_torch_compile_traces_containers_and_leaves_a_cycle_to_python():
         compiled(ones(2), 3, cycle=True)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_caller_may_retry_after_a_cycle_or_an_error():
     def fail(_):
         raise ArithmeticError("no")
@@ -362,6 +383,7 @@ def test_caller_may_retry_after_a_cycle_or_an_error():
     assert to_half(container)[0].dtype is torch.float16
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_casts_are_part_of_the_autograd_graph():
     parameter = torch.nn.Parameter(ones(2))
     out = to_half(parameter)
@@ -371,6 +393,7 @@ def test_casts_are_part_of_the_autograd_graph():
     assert parameter.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_cast_view_is_no_view():
     assert to_half(ones(4)[:2])._base is None
 
@@ -408,6 +431,7 @@ def test_identity_conversion_gives_an_equal_structure(structure):
     assert type(result) is type(structure)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_small_inputs_cost_few_calls():
     inputs = (ones(1, dtype=torch.int64), None, ones(1, dtype=torch.int64))
     to_half(inputs)

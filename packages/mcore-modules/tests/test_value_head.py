@@ -29,6 +29,7 @@ class Model(torch.nn.Module):
             setattr(self, name, value)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_single_model_becomes_a_list_with_a_head():
     model = SimpleNamespace(output_layer=None)
     result = create_value_head_hook(4, False)(model)
@@ -38,6 +39,7 @@ def test_a_single_model_becomes_a_list_with_a_head():
     assert (head.in_features, head.out_features, head.sequence_parallel) == (4, 1, False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_list_is_returned_as_the_same_object():
     chunks = [Model()]
     assert create_value_head_hook(4, True, 3)(chunks) is chunks
@@ -45,11 +47,13 @@ def test_a_list_is_returned_as_the_same_object():
     assert chunks[0].output_layer.weight.sequence_parallel is True
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_make_value_model_has_one_output():
     [model] = make_value_model(4, True)(Model())
     assert (model.output_layer.out_features, model.output_layer.sequence_parallel) == (1, True)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_head_takes_device_dtype_and_mode_of_what_it_replaces():
     model = Model().bfloat16().eval()
     model.body.float()
@@ -62,6 +66,7 @@ def test_the_head_takes_device_dtype_and_mode_of_what_it_replaces():
     assert meta.output_layer.weight.is_meta
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_inside_a_float16_module():
     model = Model()
     wrapper = Float16Module(SimpleNamespace(bf16=True), model)
@@ -97,6 +102,7 @@ class Forwards(torch.nn.Module):
             return getattr(self.base_model, name)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "wrap", [Anything, torch.compile, lambda model: Anything(torch.compile(Anything(model)))]
 )
@@ -110,6 +116,7 @@ def test_inside_wrappers_that_no_list_knows(wrap):
     ]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_wrappers_whose_attribute_has_another_name():
     model = Model()
     with pytest.raises(ValueError, match=r"Forwards only forwards 'output_layer'"):
@@ -120,12 +127,14 @@ def test_wrappers_whose_attribute_has_another_name():
     assert type(model.output_layer) is LinearForLastLayer
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_model_with_a_child_called_module_gets_the_head_itself():
     model = Model(module=torch.nn.Linear(1, 1))
     create_value_head_hook(4, False)(model)
     assert type(model.output_layer) is LinearForLastLayer
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_options_of_the_head():
     model = Model().bfloat16()
     fill = lambda tensor: tensor.fill_(0.5)  # noqa: E731
@@ -143,6 +152,7 @@ def test_options_of_the_head():
         make_value_model(4, False, dropout=2.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -158,6 +168,7 @@ def test_a_layout_of_the_configuration_without_its_groups_is_refused(fields, tex
     assert model.share_embeddings_and_output_weights
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_post_process_says_enough_about_the_pipeline():
     config = SimpleNamespace(pipeline_model_parallel_size=2)
     chunks = [Model(config=config, post_process=flag) for flag in (False, True)]
@@ -182,6 +193,7 @@ def tied(on_last_stage):
     return model
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_embeddings_are_untied_on_every_stage():
     chunks = [Anything(tied(on_last_stage=False)), tied(on_last_stage=True)]
     assert untie_embeddings(chunks) is chunks
@@ -218,6 +230,7 @@ class Tying(torch.nn.Module):
             self.lm_head.weight = self.wte.weight
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_models_that_tie_by_their_configuration_stay_untied():
     model = Tying()
     create_value_head_hook(4, False, output_layer_path="lm_head")(Anything(model))
@@ -300,6 +313,7 @@ def test_the_head_comes_from_the_first_rank_of_its_group_not_of_the_world():
     assert torch.equal(first, second)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_dotted_path():
     model = SimpleNamespace(language_model=Model())
     hook = create_value_head_hook(4, False, output_layer_path="language_model.output_layer")
@@ -309,6 +323,7 @@ def test_a_dotted_path():
         create_value_head_hook(4, False, output_layer_path="vision.output_layer")(model)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing():
     model = Model(share_embeddings_and_output_weights=True)
     with pytest.raises(ValueError, match=r"Model has no 'lm_head'.*\['body', 'output_layer'\]"):
@@ -325,6 +340,7 @@ def make_llama():
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_logits_of_a_model_of_transformers_are_a_tensor():
     model = make_llama()
     create_value_head_hook(4, False, output_layer_path="lm_head")(model)
@@ -356,6 +372,7 @@ def test_sizes_are_checked_when_the_hook_is_made(sizes):
         create_value_head_hook(sizes[0], False, sizes[1])
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_wrapping_for_data_parallelism_comes_later():
     chunks = [torch.nn.DataParallel(Model())]
     with pytest.raises(TypeError, match="DataParallel"):

@@ -30,6 +30,7 @@ def module_of(**parameters):
     return module
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_plain_modules():
     assert calc_params_l2_norm(ones_layer(), FP32) == pytest.approx(math.sqrt(200))
     assert calc_params_l2_norm([ones_layer(), ones_layer()], FP32) == pytest.approx(20.0)
@@ -37,6 +38,7 @@ def test_plain_modules():
     assert calc_params_l2_norm([], None) == 0.0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_agrees_with_plain_torch():
     torch.manual_seed(0)
     model = torch.nn.Transformer(16, 2, 1, 1, 32)
@@ -60,16 +62,19 @@ def test_mixed_types_and_sizes(specification):
     )
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_same_parameter_twice_counts_twice():
     chunk = module_of(weight=torch.tensor([3.0]))
     assert calc_params_l2_norm([chunk, chunk], FP32) == pytest.approx(math.sqrt(18.0))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_half_parameters_are_summed_in_fp32():
     module = module_of(weight=torch.full((100_000,), 300.0, dtype=torch.float16))
     assert calc_params_l2_norm(module, FP16) == pytest.approx(300 * math.sqrt(100_000), rel=1e-4)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_other_types_count_too():
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.tensor([3, 4], dtype=torch.int8), requires_grad=False)
@@ -77,6 +82,7 @@ def test_other_types_count_too():
     assert calc_params_l2_norm(module, FP32) == pytest.approx(13.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_shared_parameters_count_not_at_all_also_those_of_experts():
     module = module_of(owned=torch.tensor([5.0]), copy=torch.tensor([9.0]), expert=torch.ones(4))
     module.copy.shared = True
@@ -85,6 +91,7 @@ def test_shared_parameters_count_not_at_all_also_those_of_experts():
     assert calc_params_l2_norm(module, FP32) == pytest.approx(5.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("config", [BF16, FP16])
 def test_main_parameters_count_in_half_precision(config):
     module = module_of(weight=torch.full((4,), 2.0, dtype=torch.bfloat16))
@@ -94,6 +101,7 @@ def test_main_parameters_count_in_half_precision(config):
     assert calc_params_l2_norm(module, config, force_create_fp32_copy=True) == pytest.approx(4.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_missing_main_parameter():
     module = module_of(weight=torch.full((4,), 2.0, dtype=torch.bfloat16))
     module.weight.main_param = None
@@ -271,6 +279,7 @@ def test_dtensors_of_four_ranks():
         assert "redistribute it first" in error
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_what_is_no_dtensor_is_named():
     assert calc_dtensor_params_l2_norm([]) == 0.0
     with pytest.raises(RuntimeError, match="parameter 0 is a Tensor, not a DTensor"):

@@ -305,6 +305,7 @@ def test_lists_of_different_length_are_refused_and_left_alone() -> None:
     assert (len(inputs), len(grads)) == (2, 1)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_nothing_deferred_needs_no_main_grad() -> None:
     weight = weight_with()
     del weight.main_grad
@@ -385,6 +386,7 @@ def test_a_graph_is_neither_needed_nor_built() -> None:
     assert (weight.main_grad - batches.expected(0)).abs().max() <= 1e-4
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("leading", [(6,), (3, 2), (1, 3, 2)])
 def test_leading_dimensions_become_rows(leading: tuple[int, ...]) -> None:
     grad, full = torch.randn(*leading, 5), torch.randn(*leading, 4)
@@ -394,6 +396,7 @@ def test_leading_dimensions_become_rows(leading: tuple[int, ...]) -> None:
     assert flat_grad.data_ptr() == grad.data_ptr()  # nothing is copied
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_contiguous_matrices_are_returned_as_they_are() -> None:
     grad, full = torch.zeros(6, 5), torch.zeros(6, 4)
     found = prepare_input_tensors_for_wgrad_compute(grad, full)
@@ -401,6 +404,7 @@ def test_contiguous_matrices_are_returned_as_they_are() -> None:
     assert found[1] is full
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_each_tensor_is_flattened_for_itself() -> None:
     grad, full = torch.randn(6, 5), torch.randn(3, 2, 4)
     flat_grad, flat_full = prepare_input_tensors_for_wgrad_compute(grad, full)
@@ -408,6 +412,7 @@ def test_each_tensor_is_flattened_for_itself() -> None:
     assert flat_full.shape == (6, 4)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_other_memory_formats_become_plain() -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     strided = torch.randn(5, 24).t()
@@ -420,11 +425,13 @@ def test_other_memory_formats_become_plain() -> None:
     assert torch.equal(flat_strided, strided)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_empty_last_dimensions_keep_their_rows() -> None:
     flat, _ = prepare_input_tensors_for_wgrad_compute(torch.zeros(3, 2, 0), torch.zeros(6, 4))
     assert flat.shape == (6, 0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("grad", "full", "text"),
     [

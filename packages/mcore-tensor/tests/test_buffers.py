@@ -97,6 +97,7 @@ def test_shapes_of_something_else_are_refused(shape):
         GlobalMemoryBuffer().get_tensor(shape, torch.float32, "x")
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("warm", [False, True])
 def test_the_shape_is_checked_the_same_way_for_new_and_for_known_buffers(warm):
     buffers = GlobalMemoryBuffer()
@@ -165,6 +166,7 @@ def failing_maker():
     raise OSError("no pool")
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(("maker", "error"), [(lambda: 3, TypeError), (failing_maker, OSError),
                                               (some_context(), TypeError)])  # fmt: skip
 def test_a_bad_context_leaves_the_buffer_as_it_was(maker, error):
@@ -201,6 +203,7 @@ def test_results_pass_the_check_for_views():
     assert_viewless_tensor(GlobalMemoryBuffer().get_tensor((2, 2), torch.float32, "x"))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_buffer_of_inference_mode_can_be_written_outside():
     buffers = GlobalMemoryBuffer()
     with torch.inference_mode():
@@ -260,6 +263,7 @@ def test_other_default_devices_do_not_matter():
         assert buffers.get_tensor((4,), torch.float32, "x").device == expected.device
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_tensors_made_inside_a_function_transform_are_not_kept():
     buffers = GlobalMemoryBuffer()
     known = buffers.get_tensor((8,), torch.float32, "known", device="cpu")
@@ -364,6 +368,7 @@ def test_none_is_a_name_of_its_own():
     assert (buffers.release(), buffers.nbytes()) == (8, 0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, copy.copy, lambda o: pickle.loads(pickle.dumps(o))]
 )
@@ -390,6 +395,7 @@ def test_released_memory_is_free_once_the_results_are():
     assert storage() is None
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_backing_tensor_put_there_by_hand_is_used():
     buffers = GlobalMemoryBuffer()
     buffers.get_tensor((4,), torch.float32, "x", device="cpu")

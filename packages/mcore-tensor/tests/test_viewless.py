@@ -18,6 +18,7 @@ def doubled_view(x):
     return (x * 2).view(4, 3)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_with_the_graph_the_gradient_flows():
     x = torch.randn(3, 4, requires_grad=True)
     y = doubled_view(x)
@@ -29,6 +30,7 @@ def test_with_the_graph_the_gradient_flows():
     assert (x.grad == 2).all()
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("input_requires_grad", [True, False])
 def test_with_the_graph_only_the_input_decides_on_requires_grad(requires_grad, input_requires_grad):
@@ -40,6 +42,7 @@ def test_with_the_graph_only_the_input_decides_on_requires_grad(requires_grad, i
     assert (applied.requires_grad, applied._base) == (input_requires_grad, None)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("make", [
     lambda view, requires_grad: make_viewless_tensor(view, requires_grad, False),
@@ -53,6 +56,7 @@ def test_without_the_graph_it_is_a_leaf(make, requires_grad):
     assert leaf.data_ptr() == y.data_ptr()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_strides_and_offset_are_those_of_the_view():
     view = torch.arange(24.0).view(4, 6)[1:, ::2].t()
     for keep_graph in (True, False):
@@ -62,6 +66,7 @@ def test_strides_and_offset_are_those_of_the_view():
         assert torch.equal(viewless, view)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_what_is_no_view_is_returned_as_it_is():
     tensor = torch.ones(2)
     assert make_viewless_tensor(tensor, True, True) is tensor
@@ -69,6 +74,7 @@ def test_what_is_no_view_is_returned_as_it_is():
     assert not tensor.requires_grad
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_base_is_let_go():
     base = torch.randn(10)
     reference = weakref.ref(base)
@@ -79,6 +85,7 @@ def test_the_base_is_let_go():
     assert viewless.untyped_storage().nbytes() == 40  # viewless is not compact
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_base_is_let_go_with_the_graph_too():
     base = torch.randn(10, requires_grad=True) * 2
     reference = weakref.ref(base)
@@ -89,6 +96,7 @@ def test_the_base_is_let_go_with_the_graph_too():
     viewless.sum().backward()
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_a_change_of_the_original_before_backward_is_noticed(keep_graph):
     parameter = torch.ones(3, requires_grad=True)
@@ -101,6 +109,7 @@ def test_a_change_of_the_original_before_backward_is_noticed(keep_graph):
         loss.backward()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_an_integer_tensor_cannot_require_grad():
     view = torch.arange(6).view(2, 3)
     assert make_viewless_tensor(view, False, False)._base is None
@@ -108,6 +117,7 @@ def test_an_integer_tensor_cannot_require_grad():
         make_viewless_tensor(view, True, False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_forward_and_backward_of_the_function():
     view = torch.ones(4).view(2, 2)
     out = MakeViewlessTensor.forward(None, view, False)
@@ -120,12 +130,14 @@ class Tagged(torch.Tensor):
     pass
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_a_subclass_stays_one(keep_graph):
     view = torch.ones(4).as_subclass(Tagged).view(2, 2)
     assert type(make_viewless_tensor(view, False, keep_graph)) is Tagged
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_double_backward():
     x = torch.randn(3, 4, requires_grad=True)
     loss = make_viewless_tensor(doubled_view(x), True, True).pow(3).sum()
@@ -150,6 +162,7 @@ def cubes(x):
     return make_viewless_tensor(doubled_view(x), True, True).pow(3).sum()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_under_function_transforms():
     x = torch.randn(2, 3, 4)
     torch.testing.assert_close(torch.func.grad(cubes)(x[0]), 24 * x[0] ** 2)
@@ -214,6 +227,7 @@ def test_forward_mode_derivatives(is_compiled):
     torch.testing.assert_close(found, derivatives(plain))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_in_inference_mode():
     with torch.inference_mode():
         view = torch.ones(4).view(2, 2)
@@ -224,6 +238,7 @@ def test_in_inference_mode():
             assert viewless.data_ptr() == view.data_ptr()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_an_inference_tensor_cannot_require_grad_outside():
     with torch.inference_mode():
         inside = torch.ones(4)
@@ -232,6 +247,7 @@ def test_an_inference_tensor_cannot_require_grad_outside():
     assert not _kernel_make_viewless_tensor(inside, False).requires_grad
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_assert_viewless_returns_its_argument():
     for value in (torch.ones(2), [torch.ones(2), None], (torch.ones(2),), "text", None, 3):
         assert assert_viewless_tensor(value) is value
@@ -260,6 +276,7 @@ def test_assert_viewless_finds_views_in_lists_and_tuples(value, place):
         assert_viewless_tensor(value, "from the second stage")
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_setting_data_may_change_shape_and_dtype():
     tensor = torch.zeros(2, requires_grad=True)
     data = torch.arange(3.0, dtype=torch.float64)
@@ -269,6 +286,7 @@ def test_setting_data_may_change_shape_and_dtype():
     assert tensor.data_ptr() == data.data_ptr()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_setting_data_of_a_view_is_refused_and_names_both_shapes():
     view = torch.ones(6).view(2, 3)
     with pytest.raises(AssertionError, match=r"\(5,\).*\(2, 3\)") as caught:
@@ -277,6 +295,7 @@ def test_setting_data_of_a_view_is_refused_and_names_both_shapes():
     assert view.shape == (2, 3)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_setting_data_needs_tensors_of_one_device_type():
     with pytest.raises(TypeError, match=r"tensor must be a .*, got list"):
         safely_set_viewless_tensor_data([torch.ones(2)], torch.ones(2))

@@ -14,6 +14,7 @@ from mcore.observe.sinks.scalars import (
 )
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_names_that_repeat_open_a_further_batch():
     scalars = Scalars()
     scalars.add("a", 1.0, versus_samples=True)
@@ -29,6 +30,7 @@ def test_names_that_repeat_open_a_further_batch():
     assert others == {"a": 5, ("b", 1): None}
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_numbers_and_tensors_of_every_type_keep_their_values():
     values = {
         "float": 0.1,
@@ -45,6 +47,7 @@ def test_numbers_and_tensors_of_every_type_keep_their_values():
     assert {type(read[name]) for name in ("int", "flag", "count")} == {int}
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_not_finite_values_stay_as_they_are():
     read = read_scalars({"nan": torch.tensor(math.nan), "inf": torch.tensor(-math.inf)})
     assert math.isnan(read["nan"])
@@ -91,6 +94,7 @@ def test_any_name_becomes_a_text_that_every_file_takes():
     assert list(scalars.batches[0]) == ["7"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_losses_of_eight_bits_are_added():
     totals = {}
     for _ in range(2):

@@ -24,6 +24,7 @@ from mcore.observe import (
 from mcore.observe.training_log import console
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_five_steps_print_one_line_and_reset_the_sums(make_state, log_step, printed_line):
     state = make_state(step=0)
     state.timers("interval-time", log_level=0).set_elapsed(0.5)
@@ -42,6 +43,7 @@ def test_five_steps_print_one_line_and_reset_the_sums(make_state, log_step, prin
     assert [totals[f"{kind} iterations"] for kind in ("advanced", "skipped", "nan")] == [0, 0, 0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_line_between_intervals(make_state, log_step, capsys):
     totals = {}
     state = make_state(step=101)
@@ -55,12 +57,14 @@ def test_no_line_between_intervals(make_state, log_step, capsys):
     }
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_skipped_nan_step_counts_and_adds_no_loss(make_state, log_step):
     totals = {}
     log_step(make_state(step=1), {"lm loss": torch.tensor(math.nan)}, totals, skipped=1)
     assert totals == {"advanced iterations": 0, "skipped iterations": 1, "nan iterations": 1}
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_averages_are_over_advanced_steps(make_state, log_step, printed_line):
     state, totals = make_state(step=0), {}
     steps = [(1.0, 0), (math.nan, 1), (2.0, 0), (7.0, 1), (6.0, 0)]
@@ -72,6 +76,7 @@ def test_averages_are_over_advanced_steps(make_state, log_step, printed_line):
     assert " number of skipped iterations:   2 | number of nan iterations:   1 |" in line
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_negative_and_nan_averages_are_shown(make_state, log_step, printed_line):
     log_step(make_state(), {"lm loss": torch.tensor(-0.5)})
     assert " lm loss: -5.000000E-01 |" in printed_line()
@@ -79,6 +84,7 @@ def test_negative_and_nan_averages_are_shown(make_state, log_step, printed_line)
     assert " lm loss: NAN |" in printed_line()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_unknown_learning_rate_and_length(make_state, log_step, printed_line):
     log_step(make_state(train=TrainingConfig(micro_batch_size=1)), lr=None)
     line = printed_line()
@@ -86,6 +92,7 @@ def test_unknown_learning_rate_and_length(make_state, log_step, printed_line):
     assert "learning rate" not in line
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_every_kind_of_number_is_accepted(make_state, log_step, printed_line):
     numpy = pytest.importorskip("numpy")
     log_step(
@@ -135,6 +142,7 @@ def at_five_past_three(monkeypatch):
     monkeypatch.setattr(console, "datetime", SimpleNamespace(now=lambda: now))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_all_fields_byte_for_byte(at_five_past_three, make_state, log_step, capsys):
     state = make_state(log_throughput=True)
     state.train_state.skipped_train_samples = 7
@@ -162,6 +170,7 @@ def test_all_fields_byte_for_byte(at_five_past_three, make_state, log_step, caps
     )
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_missing_and_odd_numbers_byte_for_byte(at_five_past_three, make_state, log_step, capsys):
     state = make_state(
         step=123456789,
@@ -186,6 +195,7 @@ def test_missing_and_odd_numbers_byte_for_byte(at_five_past_three, make_state, l
     )
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_memory_byte_for_byte(world_of_eight, monkeypatch, make_state, log_step, capsys):
     report = {"mem-allocated-gigabytes": 1.2346, "mem-alloc-retires": 2}
     monkeypatch.setattr(console, "report_memory", lambda keys: report)
@@ -211,11 +221,13 @@ def test_memory_of_the_first_two_steps(make_state, log_step, step, loaded, still
     )
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_memory_is_not_reported_any_more(make_state, log_step, capsys):
     assert log_step(make_state(log_interval=1), memory=False) is False
     assert "memory" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_theoretical_memory_is_asked_for(make_state, log_step):
     state, asked = make_state(), []
     state.theoretical_memory_fn = lambda config, microbatches: asked.append((config, microbatches))
@@ -223,6 +235,7 @@ def test_theoretical_memory_is_asked_for(make_state, log_step):
     assert asked == [(state.cfg, 8)]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_snapshot_without_cuda_is_a_warning(make_state, log_step, caplog):
     sys.modules[start_memory_history_recording.__module__]._warn_no_cuda.cache_clear()
     state = make_state(step=12)
@@ -232,6 +245,7 @@ def test_snapshot_without_cuda_is_a_warning(make_state, log_step, caplog):
     assert "needs CUDA" in caplog.text
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_mocks_serve_as_containers(capsys):
     config, state = mock.MagicMock(), mock.MagicMock()
     config.logger.log_interval = config.logger.tensorboard_log_interval = 5
@@ -252,6 +266,7 @@ def test_mocks_serve_as_containers(capsys):
     assert state.comet_logger.log_metrics.call_args.args[0]["batch-size"] == 64
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_plain_namespaces_serve_as_containers(printed_line):
     config = SimpleNamespace(
         logger=SimpleNamespace(log_interval=1),
@@ -265,6 +280,7 @@ def test_plain_namespaces_serve_as_containers(printed_line):
     assert printed_line().startswith(" iteration        1 | consumed samples:")
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_both_entries_log_the_same_values():
     """``training_log`` and ``GlobalState.log_step`` build the same input."""
     train = TrainingConfig(micro_batch_size=2)

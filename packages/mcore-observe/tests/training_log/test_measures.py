@@ -10,6 +10,7 @@ import torch
 from mcore.observe import MemorySink
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_throughput_of_eight_ranks(make_state, log_step, world_of_eight, capsys):
     sink = MemorySink()
     state = make_state(
@@ -31,6 +32,7 @@ def test_throughput_of_eight_ranks(make_state, log_step, world_of_eight, capsys)
     assert "Step Time" not in out  # rank 0 prints that one
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_rank_0_prints_the_step_time_before_the_line(make_state, log_step, capsys):
     state = make_state(log_throughput=True)
     state.train_state.floating_point_operations_so_far = 3e12
@@ -41,6 +43,7 @@ def test_rank_0_prints_the_step_time_before_the_line(make_state, log_step, capsy
     assert " throughput per GPU (TFLOP/s/GPU): 2.0 |" in second
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_first_interval_of_a_resumed_run_has_no_throughput(make_state, log_step, capsys):
     state = make_state(step=905, log_throughput=True)
     state.train_state.floating_point_operations_so_far = 900e12
@@ -56,6 +59,7 @@ def test_first_interval_of_a_resumed_run_has_no_throughput(make_state, log_step,
     assert " throughput per GPU (TFLOP/s/GPU): 4.0 |" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_time_means_no_throughput(make_state, log_step, printed_line):
     state = make_state(log_throughput=True)
     state.train_state.floating_point_operations_so_far = 3e12
@@ -67,6 +71,7 @@ def test_no_time_means_no_throughput(make_state, log_step, printed_line):
     assert "throughput" not in line
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_time_between_calls_without_a_timer(make_state, log_step, printed_line, monkeypatch):
     now = iter([10.0, 10.4, 10.4, 10.8])  # first call; second call's line; its new anchor; unused
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
@@ -77,6 +82,7 @@ def test_time_between_calls_without_a_timer(make_state, log_step, printed_line, 
     assert " elapsed time per iteration (ms): 400.0 |" in printed_line()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_time_between_calls_where_foreign_timers_fail(
     make_state, log_step, printed_line, monkeypatch
 ):
@@ -91,6 +97,7 @@ def test_time_between_calls_where_foreign_timers_fail(
     assert " elapsed time per iteration (ms): 1000.0 |" in printed_line()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_timer_counts_and_then_goes_on(make_state, log_step, printed_line, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -106,17 +113,20 @@ def test_the_timer_counts_and_then_goes_on(make_state, log_step, printed_line, m
     assert timer.is_running
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_asking_for_the_time_never_makes_the_timer(make_state, log_step):
     state = make_state(timing_log_level=2)
     log_step(state)
     state.timers("interval-time", log_level=0)  # a level of its own is still free
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_time_that_nobody_measured_is_nan(make_state, log_step, printed_line):
     log_step(make_state())
     assert " elapsed time per iteration (ms): nan |" in printed_line()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_energy_of_a_gpu_for_a_step(make_state, log_step, printed_line, world_of_eight):
     sink = MemorySink()
     state, totals = make_state(sinks=[sink]), {"advanced iterations": 9, "skipped iterations": 0}
@@ -130,6 +140,7 @@ def test_energy_of_a_gpu_for_a_step(make_state, log_step, printed_line, world_of
     assert " energy per GPU (J/iter/GPU): 12.5 | power per GPU (W/GPU): 125.0 |" in line
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_energy_counts_from_the_first_step(make_state, log_step, monkeypatch):
     readings = iter([1000, 4000])
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -144,6 +155,7 @@ def test_energy_counts_from_the_first_step(make_state, log_step, monkeypatch):
     assert sink.steps[5]["iter-energy/gpu"] == pytest.approx(3.0 / 5)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_unknown_energy_is_left_out(make_state, log_step, capsys):
     state = make_state()
     state.energy_monitor = SimpleNamespace(lap=lambda: math.nan, shutdown=lambda: None)
@@ -151,6 +163,7 @@ def test_unknown_energy_is_left_out(make_state, log_step, capsys):
     assert "energy" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_energy_without_a_time_has_no_power(make_state, log_step, printed_line):
     state = make_state()
     state.energy_monitor = SimpleNamespace(lap=lambda: 400.0)
@@ -179,27 +192,32 @@ def tflops_of(make_state, log_step):
     return log
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_operations_of_a_new_run_count_from_zero(tflops_of):
     assert tflops_of(5, 3.0) == pytest.approx(3.0)
     assert tflops_of(10, 10.0) == pytest.approx(7.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_operations_of_a_resumed_run_count_from_its_second_interval(tflops_of):
     assert tflops_of(101, 900.0, loaded=100) is None
     assert tflops_of(105, 910.0, loaded=100) is None
     assert tflops_of(110, 930.0, loaded=100) == pytest.approx(20.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_operations_count_from_an_anchor_that_the_caller_has_set(tflops_of):
     assert tflops_of(105, 910.0, loaded=100, anchor=900.0) == pytest.approx(10.0)
     assert tflops_of(110, 5.0, loaded=100) == 0  # the run went back
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("so_far", [None, "many"])
 def test_operations_that_nobody_counts(so_far, tflops_of):
     assert tflops_of(5, so_far) is None
     assert tflops_of.state._flops_at_last_log is None
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_count_of_exactly_zero_is_a_number(tflops_of):
     assert tflops_of(5, 0) == 0.0

@@ -46,6 +46,7 @@ def all_trackers(state):
     return trackers
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_one_call_for_each_tracker(make_state, log_step):
     state = make_state(log_interval=100)
     state.train_state.skipped_train_samples = 7
@@ -65,6 +66,7 @@ def test_one_call_for_each_tracker(make_state, log_step):
     assert trackers["comet"].calls == [("log_metrics", expected, 5)]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_tensorboard_also_gets_scalars_over_samples(make_state, log_step):
     state = make_state(log_interval=100, log_world_size_to_tensorboard=True)
     state.train_state.skipped_train_samples = 7
@@ -88,6 +90,7 @@ def test_tensorboard_also_gets_scalars_over_samples(make_state, log_step):
     assert tensorboard.scalars() == expected | {("skipped-train-samples", 5): 7}
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_mlflow_has_its_own_name_for_tflops_per_device(make_state, log_step):
     state = make_state(log_throughput_to_tensorboard=True)
     state.train_state.floating_point_operations_so_far = 3e12
@@ -100,6 +103,7 @@ def test_mlflow_has_its_own_name_for_tflops_per_device(make_state, log_step):
     assert trackers["wandb"].calls[0][1]["throughput/tflops/device"] == pytest.approx(2.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_step_loss_is_sent_and_not_the_average(make_state, log_step):
     sink = MemorySink()
     state, totals = make_state(step=4, sinks=[sink], tensorboard_log_interval=1), {}
@@ -118,6 +122,7 @@ def test_comet_alone_gets_one_call_without_losses(make_state, log_step):
     assert {"learning-rate", "batch-size"} <= set(metrics)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_decoupled_learning_rate(make_state, log_step):
     sink = MemorySink()
     log_step(make_state(sinks=[sink]), decoupled_learning_rate=0.25)
@@ -154,6 +159,7 @@ def test_reports_that_are_switched_on(make_state, log_step, monkeypatch):
     assert got["l2_norm/grad/global"] == 3.0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_sequence_length(make_state, log_step):
     sink = MemorySink()
     state = make_state(sinks=[sink], log_runtime_to_tensorboard=True)
@@ -165,11 +171,13 @@ def test_sequence_length(make_state, log_step):
     assert sink.steps[10]["time/tokens"] == 640 * 2
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_gradient_norms_need_the_model(make_state, log_step):
     with pytest.raises(ValueError, match="the model is None; give the model"):
         log_step(make_state(log_l2_norm_grad_to_tensorboard=True))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_sinks_and_console_have_intervals_of_their_own(make_state, log_step, capsys):
     sink = MemorySink()
     state, totals = make_state(step=0, sinks=[sink], tensorboard_log_interval=2, log_interval=3), {}
@@ -181,6 +189,7 @@ def test_sinks_and_console_have_intervals_of_their_own(make_state, log_step, cap
     assert averages == ["2.000000E+00", "5.000000E+00"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_failing_tracker_is_one_warning(make_state, log_step, caplog):
     sink = MemorySink()
     state = make_state(sinks=[sink], tensorboard_log_interval=1, log_interval=100)
@@ -194,6 +203,7 @@ def test_a_failing_tracker_is_one_warning(make_state, log_step, caplog):
     assert sorted(sink.steps) == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_tracker_is_switched_off_after_ten_failures(make_state, log_step, caplog):
     state = make_state(tensorboard_log_interval=1, log_interval=100)
     state.comet_logger = Recorder(fail_with=OSError("no network"))
@@ -204,6 +214,7 @@ def test_a_tracker_is_switched_off_after_ten_failures(make_state, log_step, capl
     assert [r.levelname for r in caplog.records] == ["WARNING", "ERROR"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_jsonl_holds_what_the_trackers_got(make_state, log_step, tmp_path):
     path = tmp_path / "metrics.jsonl"
     state = make_state(sinks=[JsonlSink(path)], tensorboard_log_interval=1, log_interval=100)
@@ -217,6 +228,7 @@ def test_jsonl_holds_what_the_trackers_got(make_state, log_step, tmp_path):
     assert lines[0]["batch-size"] == 64
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_event_files_hold_the_documented_tags(make_state, log_step, tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     state = make_state(
@@ -297,6 +309,7 @@ def calculator(count):
     return module
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_sources_of_the_number_of_microbatches(monkeypatch, batch_size):
     monkeypatch.setitem(sys.modules, CALCULATOR, calculator(lambda: 5))
     state = SimpleNamespace(get_num_microbatches=lambda: 3)
@@ -308,6 +321,7 @@ def test_sources_of_the_number_of_microbatches(monkeypatch, batch_size):
     assert batch_size(global_batch_size=None) == 8
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_calculator_that_is_not_set_up_is_passed_over(monkeypatch, batch_size):
     def not_set_up():
         raise AttributeError("'NoneType' object has no attribute 'get'")
@@ -316,11 +330,13 @@ def test_a_calculator_that_is_not_set_up_is_passed_over(monkeypatch, batch_size)
     assert batch_size() == 64
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_mocks_are_not_numbers_of_microbatches(batch_size):
     train = {"global_batch_size": 16, "num_microbatches": mock.MagicMock()}
     assert batch_size(mock.MagicMock(), **train) == 16
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_data_parallel_size_of_the_training_settings(make_state, log_step):
     sink = MemorySink()
     train = TrainingConfig(micro_batch_size=2, data_parallel_size=3)

@@ -52,6 +52,7 @@ def hash_of(tensor: torch.Tensor, **kwargs: Any) -> str:
     return param_hashes(module_of(w=tensor), **kwargs)["w"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("bit_exact", [True, False])
 def test_known_values(bit_exact: bool) -> None:
     assert hash_of(torch.ones(4), bit_exact=bit_exact) == ONES_FLOAT32
@@ -61,6 +62,7 @@ def test_known_values(bit_exact: bool) -> None:
     assert hash_of(torch.ones(4, dtype=torch.bfloat16), bit_exact=bit_exact) == half
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("bit_exact", [True, False])
 def test_a_torch_without_numpy_is_enough(monkeypatch, bit_exact: bool) -> None:
     def unavailable(*args: Any, **kwargs: Any) -> None:
@@ -70,6 +72,7 @@ def test_a_torch_without_numpy_is_enough(monkeypatch, bit_exact: bool) -> None:
     assert hash_of(torch.ones(4), bit_exact=bit_exact) == ONES_FLOAT32
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_hashed_as_it_is_stored(dtype: torch.dtype) -> None:
     tensor = (torch.randn(7, 5) * 10).to(dtype)
@@ -78,6 +81,7 @@ def test_every_dtype_is_hashed_as_it_is_stored(dtype: torch.dtype) -> None:
         assert hash_of(tensor, bit_exact=False) == sha1(tensor.float())
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_what_float32_cannot_tell_apart_differs_only_bit_by_bit() -> None:
     pairs = [
         (torch.tensor([1.0], dtype=torch.float64), torch.tensor([1 + 1e-12], dtype=torch.float64)),
@@ -93,11 +97,13 @@ def test_what_float32_cannot_tell_apart_differs_only_bit_by_bit() -> None:
     assert hash_of(torch.tensor([float("nan")])) == hash_of(torch.tensor([float("nan")]))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_large_tensor_is_converted_piece_by_piece_without_a_gap() -> None:
     tensor = torch.randn(2**19 + 3, dtype=torch.float64)
     assert hash_of(tensor, bit_exact=False) == sha1(tensor.float())
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_views_and_scalars() -> None:
     tensor = torch.arange(24.0).reshape(2, 3, 4)
     assert hash_of(tensor.permute(2, 0, 1)) == sha1(tensor.permute(2, 0, 1))
@@ -105,6 +111,7 @@ def test_views_and_scalars() -> None:
     assert hash_of(torch.tensor(3.0)) == sha1(torch.tensor([3.0]))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_names_of_one_chunk_and_of_several() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
     assert list(param_hashes(layers[0])) == list(param_hashes(layers[:1])) == ["weight", "bias"]
@@ -118,6 +125,7 @@ def test_names_of_one_chunk_and_of_several() -> None:
     assert param_hashes([]) == param_hashes(nn.Identity()) == {}
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_tied_parameters_are_listed_once_in_a_chunk_and_read_once_over_chunks(monkeypatch) -> None:
     first = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     first[1].weight = first[0].weight
@@ -132,6 +140,7 @@ def test_tied_parameters_are_listed_once_in_a_chunk_and_read_once_over_chunks(mo
     assert len(reads) == 1
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("num_threads", [None, 1, 2, 5])
 def test_any_number_of_threads_gives_the_same_hashes(num_threads: int | None) -> None:
     module = module_of(**{f"w{i}": torch.randn(2**16 * (i % 5), 3) for i in range(12)})
@@ -141,6 +150,7 @@ def test_any_number_of_threads_gives_the_same_hashes(num_threads: int | None) ->
     assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_several_threads_work_at_the_same_time() -> None:
     module = module_of(**{f"w{i}": torch.zeros(2**20) for i in range(2)})
     both_hash = threading.Barrier(2, timeout=300)
@@ -206,6 +216,7 @@ class Marked(torch.Tensor):
     """An ordinary tensor under another name."""
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_wrapper_is_the_tensors_inside_it() -> None:
     values, scale = torch.arange(4, dtype=torch.int8), torch.tensor([0.5])
     expected = hashlib.sha1(memory(values) + memory(scale))
@@ -215,6 +226,7 @@ def test_a_wrapper_is_the_tensors_inside_it() -> None:
     assert hash_of(nested) == expected.hexdigest()
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_subclass_with_ordinary_storage_is_an_ordinary_tensor() -> None:
     assert hash_of(torch.ones(4).as_subclass(Marked)) == ONES_FLOAT32
 
@@ -240,6 +252,7 @@ def test_what_has_no_bytes_to_read_is_named(reason: str) -> None:
         param_hashes(module)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_uninitialised_parameters_are_named() -> None:
     with pytest.raises(ValueError, match=r"'weight' of model chunk 1 .*not initialised"):
         param_hashes([nn.Linear(1, 1), nn.LazyLinear(2)])
@@ -251,11 +264,13 @@ def test_what_is_no_model_is_a_type_error(model: Any) -> None:
         param_hashes(model)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_threads_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
         param_hashes(nn.Linear(1, 1), num_threads=0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_grad_mode_and_inference_mode_do_not_matter() -> None:
     with torch.inference_mode():
         module = nn.Linear(600, 600)
@@ -264,6 +279,7 @@ def test_grad_mode_and_inference_mode_do_not_matter() -> None:
     assert bias.hex() == sha1(module.bias.detach())
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_bit_and_no_place_is_lost_in_the_digest_that_replicas_compare() -> None:
     values = torch.arange(1.0, 257.0)
     bits = values.view(torch.int32)

@@ -11,6 +11,7 @@ from rank_testing import run_ranks
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_tensors_and_empty_ones_have_norm_zero():
     for tensors in ([], iter([]), [torch.empty(0)], [torch.empty(0, 3, dtype=torch.half)]):
         norm = calc_norm(tensors)
@@ -31,6 +32,7 @@ def test_several_dtypes_are_as_exact_as_float64(length):
         assert not norm.requires_grad
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_what_is_large_in_one_dtype_is_not_lost_in_another():
     large = torch.tensor([1e30], dtype=torch.double)
     for tensors in ([large, torch.ones(1)], [torch.ones(1), large]):
@@ -39,6 +41,7 @@ def test_what_is_large_in_one_dtype_is_not_lost_in_another():
     assert calc_norm([torch.ones(3), torch.tensor([-math.inf])]).item() == math.inf
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -52,11 +55,13 @@ def test_other_tensors_are_refused_by_index(wrong, message):
         calc_norm([torch.ones(1), wrong])
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_tensor_is_not_taken_for_a_list_of_its_rows():
     with pytest.raises(TypeError, match="tensors must be a list of tensors"):
         calc_norm(torch.ones(3, 2))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_meta_tensors_give_a_meta_norm_and_are_not_mixed():
     meta = torch.ones(3, device="meta")
     assert calc_norm([meta, meta.half()]).is_meta

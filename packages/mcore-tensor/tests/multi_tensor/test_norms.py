@@ -63,6 +63,7 @@ def test_norms_and_flag(tensors, norm, per_tensor, flag):
         assert not found.requires_grad
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("lists", [[], [[]], [[], []]])
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_no_tensors_have_norm_zero(lists, per_tensor):
@@ -73,6 +74,7 @@ def test_no_tensors_have_norm_zero(lists, per_tensor):
     assert flag.tolist() == [0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_only_empty_tensors_have_norm_zero():
     flag = zero_flag()
     tensors = [torch.empty(0), torch.empty(3, 0)]
@@ -80,6 +82,7 @@ def test_only_empty_tensors_have_norm_zero():
     assert (norm.tolist(), each.tolist(), flag.tolist()) == ([0.0], [0.0, 0.0], [0])
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_several_ragged_lists_are_one():
     flag = zero_flag()
     lists = [[floats([3, 4])], (floats([12]), floats([[84]])), []]
@@ -88,12 +91,14 @@ def test_several_ragged_lists_are_one():
     assert each.tolist() == [5.0, 12.0, 84.0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_raised_flag_stays_and_the_norm_is_computed():
     flag = torch.ones(1, dtype=torch.int)
     norm, _ = local_multi_tensor_l2_norm(CHUNK, flag, [[floats([3, 4])]], False)
     assert (norm.tolist(), flag.tolist()) == ([5.0], [1])
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("flag", [torch.zeros((), dtype=torch.int64), torch.zeros(1, 1).byte()])
 def test_flags_of_other_shapes_and_integer_types(flag):
     local_multi_tensor_l2_norm(CHUNK, flag, [[floats([math.inf])]], False)
@@ -115,6 +120,7 @@ def test_other_flags_are_refused(flag, error):
         local_multi_tensor_l2_norm(CHUNK, flag, [[floats([1])]], False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 )
@@ -124,17 +130,20 @@ def test_other_dtypes_are_refused_by_index(dtype):
         local_multi_tensor_l2_norm(CHUNK, zero_flag(), tensors, False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("lists", [torch.ones(2), [torch.ones(2)], [[3.0]], [[None]]])
 def test_what_are_no_lists_of_tensors_is_refused(lists):
     with pytest.raises(TypeError, match="tensor_lists"):
         local_multi_tensor_l2_norm(CHUNK, zero_flag(), lists, False)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_further_arguments_and_the_chunk_size_are_ignored():
     norm, _ = local_multi_tensor_l2_norm(-1, None, [[floats([3, 4])]], False, "more", 2)
     assert norm.tolist() == [5.0]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_parameters_and_graphs_give_plain_results():
     parameter = torch.nn.Parameter(floats([3, 4]))
     norm, each = local_multi_tensor_l2_norm(CHUNK, None, [[parameter * 1, parameter]], True)
@@ -207,6 +216,7 @@ def test_norms_of_any_length_are_exact_on_constant_and_random_data(dtype, layout
             assert ((found.double() - expected).abs() / expected).max() < 2e-6, length
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [32, 33, 64, 300, 1024, 1025])
 def test_a_long_tensor_with_one_element_left_over(dtype, rows):
@@ -222,6 +232,7 @@ def test_a_long_tensor_with_one_element_left_over(dtype, rows):
             assert each.tolist() == pytest.approx([expected, math.sqrt(5)], rel=1e-6)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [5000, 50_000])
 def test_infinite_and_nan_are_told_apart_at_any_place(dtype, length):
@@ -252,6 +263,7 @@ def test_transforms_and_fake_tensors_outside_of_their_mode(length):
     assert norms_of(FakeTensorMode().from_tensor(data[0])).shape == (3,)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("per_tensor", [True, False])
 @pytest.mark.parametrize("wide_first", [True, False])
 def test_squares_of_float64_are_not_narrowed_beside_float32(per_tensor, wide_first):
@@ -303,6 +315,7 @@ def test_any_tensors_against_float64(described, extra, seed, per_tensor):
     assert flag.item() == (extra is not None and bool(filled))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_no_16_bit_tensor_is_copied_to_float32_as_a_whole():
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -340,6 +353,7 @@ def test_fake_and_meta_tensors_give_shapes(per_tensor, dtype):
     check([torch.empty(size, dtype=dtype, device="meta") for size in sizes], meta_flag)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_fused_operation_of_accelerators_gives_the_same():
     """It runs on the CPU as well, where it is less exact."""
     tensors = [torch.randn(length) for length in (3, 5000, 200_000)]
@@ -347,6 +361,7 @@ def test_the_fused_operation_of_accelerators_gives_the_same():
     torch.testing.assert_close(norms._compute_norms(tensors), each, rtol=3e-6, atol=0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_in_inference_mode():
     with torch.inference_mode():
         flag = zero_flag()
@@ -355,6 +370,7 @@ def test_in_inference_mode():
     assert each.tolist() == [5.0] * 5
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_applier_passes_everything_on():
     calls = []
 
@@ -367,6 +383,7 @@ def test_the_applier_passes_everything_on():
     assert calls == [(65536, flag, lists, 1, "more")]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_applier_lets_errors_through():
     def op(chunk_size, noop_flag, tensor_lists):
         raise KeyError(chunk_size)

@@ -55,6 +55,7 @@ TABLE = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("source", "factor", "dtype", "result", "flag"),
     [r[1:] for r in TABLE],
@@ -70,6 +71,7 @@ def test_products_and_flag(source, factor, dtype, result, flag, repeat):
     assert noop_flag.item() == flag
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor([[0.5]])])
 def test_in_place(dtype, factor):
@@ -80,6 +82,7 @@ def test_in_place(dtype, factor):
     assert flag.item() == 0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_in_place_finds_what_is_not_finite():
     for value in (math.nan, math.inf, -math.inf):
         for dtype in FLOATS:
@@ -89,12 +92,14 @@ def test_in_place_finds_what_is_not_finite():
             assert tensors[0].item() == 2
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_some_pairs_in_place_and_others_not():
     shared, source, destination = floats([1, 2]), floats([3]), torch.empty(1)
     scale([shared, source], [shared, destination], 2.0)
     assert (shared.tolist(), source.tolist(), destination.tolist()) == ([2, 4], [3], [6])
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     "factor", [2, 2.0, True * 2, np.float32(2), np.float64(2), np.int64(2), np.array(2.0),
                torch.tensor(2), torch.tensor([2.0], dtype=torch.double), torch.tensor(2.0).half()],
@@ -105,6 +110,7 @@ def test_factors(factor):
     assert destination.tolist() == [2, 6]
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("factor", "error"),
     [
@@ -124,12 +130,14 @@ def test_other_factors_are_refused(factor, error):
     assert destination.item() == 0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_flag_is_neither_cleared_nor_obeyed():
     flag, destination = torch.ones(1, dtype=torch.int), torch.empty(1)
     scale([floats([3])], [destination], 2.0, flag)
     assert (destination.item(), flag.item()) == (6, 1)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("sources", "destinations", "message"),
     [
@@ -148,12 +156,14 @@ def test_lists_that_do_not_match_are_refused_and_nothing_is_written(sources, des
     assert flag.item() == 0
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("num_lists", [0, 1, 3])
 def test_there_must_be_two_lists(num_lists):
     with pytest.raises(ValueError, match=f"must be two lists.* got {num_lists} lists"):
         local_multi_tensor_scale(CHUNK, None, [[torch.ones(1)]] * num_lists, 1.0)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("place", [0, 1])
 def test_other_dtypes_are_refused_and_nothing_is_written(dtype, place):
@@ -192,6 +202,7 @@ def test_meta_tensors_beside_real_ones_are_refused_by_name():
     assert real.tolist() == [1, 1, 1]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_empty_lists_do_nothing():
     flag = zero_flag()
     scale([], [], 2.0, flag)
@@ -199,6 +210,7 @@ def test_empty_lists_do_nothing():
     assert flag.item() == 0
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_pair_of_different_shapes_goes_in_row_major_order():
     source = torch.arange(6.0).view(2, 3)
     for destination in (torch.empty(6), torch.empty(3, 2), torch.empty(2, 3).t()):
@@ -206,6 +218,7 @@ def test_a_pair_of_different_shapes_goes_in_row_major_order():
         assert destination.reshape(-1).tolist() == [0, 6, 2, 8, 4, 10]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_parameters_may_be_destinations():
     parameter = torch.nn.Parameter(torch.zeros(2))
     source = torch.ones(2, requires_grad=True)
@@ -215,6 +228,7 @@ def test_parameters_may_be_destinations():
     assert parameter.grad_fn is None
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("shape", [(64, 96), (1000, 1100)])
 @pytest.mark.parametrize("destination_dtype", [torch.float32, torch.bfloat16])
 def test_any_layout_is_accepted(shape, destination_dtype):
@@ -232,6 +246,7 @@ def test_any_layout_is_accepted(shape, destination_dtype):
             assert torch.equal(destination, expected)
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("length", [6, 140_000])
 def test_a_source_that_is_another_name_of_its_destination(length):
     parameter = torch.nn.Parameter(torch.ones(length))
@@ -244,6 +259,7 @@ def test_a_source_that_is_another_name_of_its_destination(length):
         assert noop_flag.item() == expected
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.half, torch.float32)])
 def test_one_bad_element_in_any_of_many_small_sources_sets_the_flag(dtypes):
     sources = [torch.full((1000,), torch.finfo(dtypes[0]).max, dtype=dtypes[0])] * 1100
@@ -256,12 +272,14 @@ def test_one_bad_element_in_any_of_many_small_sources_sets_the_flag(dtypes):
         assert noop_flag.item() == (place is not None)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_an_expanded_source():
     destination = torch.empty(3, 4)
     scale([torch.arange(4.0).expand(3, 4)], [destination], 2.0)
     assert destination.tolist() == [[0, 2, 4, 6]] * 3
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_16_bit_number_is_scaled_like_in_float32(dtype):
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -367,6 +385,7 @@ def test_destinations_count_as_changed(source_dtype, dtype, length, factor):
     assert in_place or source._version == versions[1]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_autograd_notices_that_a_saved_tensor_was_scaled_in_place():
     weight = torch.ones(1, requires_grad=True)
     hidden = weight * 3
@@ -376,6 +395,7 @@ def test_autograd_notices_that_a_saved_tensor_was_scaled_in_place():
         squared.backward()
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
                                     (torch.bfloat16, torch.float32), (torch.half, torch.bfloat16),
                                     (torch.float64, torch.float32)])  # fmt: skip
@@ -397,6 +417,7 @@ def test_one_bad_element_anywhere_in_a_long_source_sets_the_flag(dtypes, factor)
             assert flag.item() == 1, place
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_in_inference_mode():
     outside = torch.zeros(2)
     with torch.inference_mode():

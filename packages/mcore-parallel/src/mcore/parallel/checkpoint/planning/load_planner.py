@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
+from mcore.parallel.checkpoint.ranks import with_leading_axes
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import (
     Entries,
