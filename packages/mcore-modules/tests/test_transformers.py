@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
 from mcore.modules import Float16Module, MegatronModule
 
+transformers = pytest.importorskip("transformers")  # absent in isolated installations
 BF16 = SimpleNamespace(bf16=True)
 
 
@@ -20,10 +20,10 @@ class Model(MegatronModule):
 
 @pytest.mark.parametrize("make", [Model, lambda: Float16Module(BF16, Model())])
 def test_biases_and_norms_are_not_decayed(make, tmp_path):
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), weight_decay=0.1, report_to=[], use_cpu=True
     )
-    optimizer = Trainer(model=make(), args=arguments).create_optimizer()
+    optimizer = transformers.Trainer(model=make(), args=arguments).create_optimizer()
     sizes = {
         group["weight_decay"]: sum(param.numel() for param in group["params"])
         for group in optimizer.param_groups

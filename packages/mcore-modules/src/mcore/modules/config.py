@@ -16,7 +16,6 @@ from mcore.modules.init_methods import init_method_normal, scaled_init_method_no
 __all__ = [
     "TransformerConfig",
     "is_switched_on",
-    "is_using_quantization_scales",
     "read_field",
 ]
 
