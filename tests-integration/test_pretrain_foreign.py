@@ -261,7 +261,7 @@ def test_an_address_that_cannot_be_used_without_credentials_is_refused(
     for uri, why in (
         (
             "http://127.0.0.1:9",
-            "would get the credentials in ~/.mlflow/credentials. Pass --mlflow-uri http://127.0.0.1:9, ",
+            "would get the credentials in ~/.mlflow/credentials. Pass --mlflow-uri http://127.0",
         ),
         (f"sqlite:///{tmp_path}/mine.db", "a database that only the folder names"),
         ("http://h/\x1b[2J", r"it logs to http://h/\x1b[2J, which"),

@@ -102,6 +102,19 @@ def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path: Path) -> None:
         wait_until(lambda: not private.exists())
 
 
+def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
+    with started(tmp_path, *WORDS) as job:
+        wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)
+        private = Path(variable_of(job, PRIVATE_FOLDER))
+        ranks = ranks_below(job.pid).values()
+        job.send(signal.SIGKILL)
+        job.wait()
+        for rank in ranks:
+            stat = Path(f"/proc/{rank}/stat")
+            wait_until(lambda stat=stat: not stat.exists() or ") Z " in stat.read_text())
+    assert not private.exists()
+
+
 def test_the_environment_for_ranks_ends_with_the_launch() -> None:
     before = dict(os.environ)
     with launch._stay_on_this_machine() as private:

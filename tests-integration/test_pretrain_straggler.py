@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
 from mcore.observe.runs import Run
+from mcore.observe.straggler.server.token_file import find_token
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.straggler import CpuWaits, StepRanges, StragglerWatch
@@ -179,8 +180,11 @@ def test_nothing_that_watches_changes_a_loss(tmp_path: Path) -> None:
 
 
 def ask(address: str, path: str, method: str = "GET") -> tuple[int, str]:
-    """Status and text of an answer of the controller."""
-    asked = urllib.request.Request(address + path, method=method)
+    """Status and text of an answer of the controller, with the token in its file."""
+    token = find_token(("127.0.0.1", int(address.rpartition(":")[2])))
+    asked = urllib.request.Request(
+        address + path, method=method, headers={"Authorization": f"Bearer {token}"}
+    )
     try:
         with urllib.request.urlopen(asked, timeout=30) as answer:
             return answer.status, answer.read().decode()

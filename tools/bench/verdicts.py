@@ -263,7 +263,8 @@ def judge_by_peer(times: list[list[float]]) -> _Verdicts:
 def page(results: Sequence[dict[str, Any]], peer: str, facts: str) -> str:
     """The page of the results, in Markdown."""
     worlds = sorted({result["ranks"] for result in results})
-    false: dict[str, list[str]] = {}
+    number = {result["ranks"]: str(result["reports"]) for result in results if "model" in result}
+    false = {"": ["(reports of a job)", "", *number.values()]}
     late: dict[str, list[str]] = {}
     for result in results:
         aim = "none" if result["aim"] is None else str(result["aim"])

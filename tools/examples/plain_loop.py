@@ -21,6 +21,7 @@ from mcore.parallel.checkpoint import CheckpointManager
 
 BATCH = 32  # of all ranks together
 REPORT_EVERY = 10
+COMPARE_EVERY = 2  # steps: a verdict needs 10 reports of two ranks
 
 
 def batch_of(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +59,8 @@ def train(folder: str, steps: int, slow_rank: int | None, rank: int, ranks: int)
             optimizer.step()
             log.log_step({"loss": loss}, lr=optimizer.param_groups[0]["lr"])
             checkpoints.save(model, optimizer, step=step, log=log)
-            if step % REPORT_EVERY == 0:
-                detector.report(0.0, REPORT_EVERY)  # a warning if a rank is slow
+            if step % COMPARE_EVERY == 0:
+                detector.report(0.0, COMPARE_EVERY)  # a warning if a rank is slow
     report = detector.last_report
     detector.close()
     if rank == 0:

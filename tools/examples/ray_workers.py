@@ -23,6 +23,7 @@ from mcore.parallel.checkpoint import CheckpointManager
 
 BATCH = 16  # of each worker
 REPORT_EVERY = 10
+COMPARE_EVERY = 2  # steps: a verdict needs 10 reports of two ranks
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -54,8 +55,8 @@ def train_worker(settings: dict[str, Any]) -> None:
             dist.all_reduce(mean_loss)
             log.log_step({"loss": mean_loss}, lr=optimizer.param_groups[0]["lr"])
             checkpoints.save(model, optimizer, step=step, log=log)
-            if step % REPORT_EVERY == 0:
-                detector.report(0.0, REPORT_EVERY)
+            if step % COMPARE_EVERY == 0:
+                detector.report(0.0, COMPARE_EVERY)
                 report = detector.last_report
                 slow = sorted({one.rank for one in report.stragglers}) if report else []
                 ray.train.report({"step": step, "loss": mean_loss.item()})

@@ -105,15 +105,14 @@ def refuse_foreign(path: Path, option: str) -> None:
         inside = list(path.glob("*")) + list(path.glob("*/*"))
         for one in [path, *inside]:
             with contextlib.suppress(FileNotFoundError):  # removed by another rank
-                facts = one.lstat()
+                facts, problem = one.lstat(), ""
+                if one != path and not is_plain(facts):
+                    problem = "is a link, or neither a file nor a folder"
                 if not (is_own(facts, one) and (one != path or is_own(path.stat(), path))):
                     problem = f"belongs to another user ({facts.st_uid})"
-                elif one != path and not is_plain(facts):
-                    problem = "is a link, or neither a file nor a folder"
-                else:
-                    continue
-                problem += ". If you trust the folder, add --trust-run"
-                raise UsageError(f"{option} {path}: {one} {problem}")
+                if problem:
+                    trust = "If you trust the folder, add --trust-run"
+                    raise UsageError(f"{option} {path}: {one} {problem}. {trust}")
     except OSError as error:
         raise UsageError(f"{option} {path}: {error.strerror}") from None
 

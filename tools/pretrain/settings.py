@@ -102,10 +102,9 @@ class Settings:
         False, "discard the activations of layers and recompute them in backward"
     )
     cuda_graph: Literal["none", "local"] = _option(
-        "none",
-        "local: replay each layer as a captured graph (on a CPU: eager, with its checks)",
+        "none", "local: replay each layer as a captured graph (on a CPU: eager, with its checks)",
         choices=("none", "local"),
-    )
+    )  # fmt: skip
 
     data: str = _option("", "file, folder or glob of your text (.jsonl files have records)")
     field: str = _option("text", "JSON key of the text in --data records", fixed=True)

@@ -43,8 +43,10 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
         return place
 
     def _like(self, state: Any) -> Generator:
-        other: Generator = Generator(self.place)
-        other.state = state
+        # A handle of a state that exists, which CUDA makes in a capture too.
+        other: Generator = _TorchGenerator.__new__(Generator, "cpu")
+        other.place, other.state = self.place, state
+        _made[other._cdata] = other
         return other
 
     def manual_seed(self, seed: int) -> Generator:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore.modules import ConfigFieldError, TransformerConfig
+from mcore.modules import ConfigFieldError, TransformerConfig, is_using_quantization_scales
 from mcore.modules.config import is_switched_on, read_field
 
 
@@ -297,3 +297,17 @@ def test_off(value):
 )
 def test_on(value):
     assert is_switched_on(value) is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"fp8": None, "fp4": False}, False),
+        ({"fp8": "hybrid"}, True),
+        ({"fp4": "e2m1"}, True),
+        ({"fp8": ""}, False),
+    ],
+)
+def test_quantisation_with_scales(fields, expected):
+    assert is_using_quantization_scales(SimpleNamespace(**fields)) is expected

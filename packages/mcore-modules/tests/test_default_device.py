@@ -69,6 +69,7 @@ def of_models():
     yield len(package.unwrap_model([model])), len(package._ensure_model_list(model))
     yield package.get_attr_wrapped_model(model, "xattn_needed"), package.get_model_xattn(model)
     yield package.get_model_type(model), package.get_model_config(model)
+    yield package.is_using_quantization_scales(SimpleNamespace(fp8=False, fp4="e2m1"))
     yield package.ensure_model_list(model) == [model], package.find_megatron_fsdp(model)
     yield package.get_mamba_inference_state_config_from_model(SimpleNamespace())
     yield package.MambaInferenceStateConfig(["M"], (2,), (3,)).conv_states_shape

@@ -339,3 +339,13 @@ def test_without_sequence_parallelism_there_is_no_collective(two_ranks):
 
 def test_the_mark_stays_through_fully_shard_and_training(two_ranks):
     assert [found["marks"] for found in two_ranks] == [[True] * 4] * 2
+
+
+def test_parameters_of_a_weight_norm_are_marked():
+    head = LinearForLastLayer(2, 1, True, bias=True)
+    torch.nn.utils.parametrizations.weight_norm(head)
+    head(torch.ones(2, 1, 2))
+    marks = {name: param.sequence_parallel for name, param in head.named_parameters()}
+    assert marks == dict.fromkeys(
+        ["bias", "parametrizations.weight.original0", "parametrizations.weight.original1"], True
+    )

@@ -436,6 +436,15 @@ def test_children_in_wrappers_of_any_kind_have_the_keys_of_the_others(wrapper):
     assert list(sharded_state_dict_of(wrapper(wrapped))) == list(plain.sharded_state_dict())
 
 
+def test_parameters_that_are_gathered_late_are_ready():
+    module = MegatronModule(None)
+    module.linear = torch.nn.Linear(2, 2)
+    weight = module.linear.weight
+    weight._ensure_param_ready_callback = lambda: weight.data.fill_(3)
+    entry = module.sharded_state_dict()["linear.weight"]
+    assert entry.data.tolist() == [[3.0, 3.0]] * 2
+
+
 def test_a_checkpoint_with_activation_checkpointing_loads_without_it(tmp_path):
     def model(wrap, seed):
         torch.manual_seed(seed)

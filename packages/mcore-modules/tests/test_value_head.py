@@ -333,11 +333,10 @@ def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing():
 
 
 def make_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")  # absent in isolated installations
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "vocab_size": 8}
-    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
-    return LlamaForCausalLM(config)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.usefixtures("on_each_device")

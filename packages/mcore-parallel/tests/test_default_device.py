@@ -38,7 +38,7 @@ def _of_groups() -> Iterator[object]:
     yield package.get_mesh_names(mesh), package.contains_submesh(mesh, "dp")
     yield package.resolve_submesh(mesh, "dp").size()
     index = FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp")
-    yield index.get_submesh("dp").size()
+    yield index.get_submesh("dp").size(), package.using_tensor_parallel(index)
 
 
 def _of_regions() -> Iterator[object]:
@@ -67,8 +67,13 @@ def _of_sequences() -> Iterator[object]:
     group = dist.group.WORLD
     batch = {"tokens": torch.arange(16, device="cpu").view(1, 16)}
     yield package.get_batch_on_this_cp_rank(dict(batch), group)["tokens"]
+    places = (0, group, 1, dist.get_rank(), 1, 16, False, 2, True)
+    yield package.get_batch_on_this_tp_rank(
+        {**batch, "position_ids": batch["tokens"]}, False, False, False, *places
+    )["tokens"]
     batch["cu_seqlens"] = torch.tensor([[0, 8, 16]], dtype=torch.int32, device="cpu")
     yield package.get_batch_on_this_cp_rank(dict(batch), group)["tokens"]
+    yield package.flatten_batch_for_packed_sequences(dict(batch))["cu_seqlens"]
     for borders in (None, [0, 8, 16], torch.tensor([0, 8, 16], device="cpu")):
         yield package.cp_zigzag_index(16, 2, dist.get_rank(), cu_seqlens=borders, device="cpu")
     halves = [package.cp_zigzag_index(16, 2, rank, device="cpu") for rank in range(2)]

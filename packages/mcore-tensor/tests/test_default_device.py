@@ -20,6 +20,7 @@ from mcore.tensor import (
     destroy_global_memory_buffer,
     divide,
     ensure_divisibility,
+    ensure_params_ready,
     get_data_parallel_group_if_dtensor,
     get_full_tensor_if_necessary,
     get_global_memory_buffer,
@@ -38,6 +39,7 @@ from mcore.tensor import (
     safely_set_viewless_tensor_data,
     to_local_if_dtensor,
 )
+from mcore.tensor.param_flags import PARAM_READY_CALLBACK_ATTR
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LENGTHS = (3, 0, 1, 1, 1000, 1000, 1000, 1000, 5000, 70_001)
@@ -114,6 +116,7 @@ def small_helpers():
     yield resolve_data_parallel_group([tensor])
     yield maybe_cat(tensor, tensor)
     yield from (param_is_shared(tensor), param_is_not_shared(tensor))
+    yield ensure_params_ready([tensor]), getattr(tensor, PARAM_READY_CALLBACK_ATTR, None)
     yield mark_param_shared(tensor)
     yield from (divide(8, 2), ensure_divisibility(8, 2), round_up_to_nearest_multiple(3, 2))
     yield issubclass(DivisibilityError, ValueError)

@@ -1,4 +1,6 @@
+import contextlib
 import os
+import signal
 import threading
 
 import pytest
@@ -51,6 +53,30 @@ def test_threads_get_the_same_instance():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_a_thread_of_the_parent():
+    buffers = GlobalMemoryBuffer()
+    entered, leave = threading.Event(), threading.Event()
+
+    def allocate_slowly():
+        entered.set()
+        leave.wait(60)
+        return contextlib.nullcontext()
+
+    arguments = ((2,), torch.float32, "x", allocate_slowly)
+    thread = threading.Thread(target=buffers.get_tensor, args=arguments, kwargs={"device": "cpu"})
+    thread.start()
+    assert entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that waits
+        size = buffers.get_tensor((3,), torch.float32, "y", device="cpu").numel()
+        os._exit(size)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 3
+
+
 def test_a_forked_child_starts_empty():
     parent = get_global_memory_buffer()
     parent.reserve((4,), torch.float32, "x", device="cpu")

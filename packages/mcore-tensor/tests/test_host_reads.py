@@ -12,6 +12,7 @@ from mcore.tensor import (
     WrappedTensor,
     assert_viewless_tensor,
     calc_norm,
+    ensure_params_ready,
     get_data_parallel_group_if_dtensor,
     get_full_tensor_if_necessary,
     get_global_memory_buffer,
@@ -28,6 +29,7 @@ from mcore.tensor import (
     safely_set_viewless_tensor_data,
     to_local_if_dtensor,
 )
+from mcore.tensor.param_flags import PARAM_READY_CALLBACK_ATTR
 
 
 class NoHostReads(TorchDispatchMode):
@@ -91,6 +93,8 @@ def tensors_that_may_be_dtensors():
 
 def parameters():
     parameter = torch.nn.Parameter(torch.ones(2))
+    setattr(parameter, PARAM_READY_CALLBACK_ATTR, lambda: None)
+    ensure_params_ready([parameter])
     mark_param_shared(parameter)
     assert param_is_shared(parameter) is not param_is_not_shared(parameter)
     maybe_cat(parameter, parameter)

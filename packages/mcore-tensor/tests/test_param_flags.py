@@ -3,7 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.tensor import mark_param_shared, param_is_not_shared, param_is_shared
+from mcore.tensor import (
+    ensure_params_ready,
+    mark_param_shared,
+    param_is_not_shared,
+    param_is_shared,
+)
+from mcore.tensor.param_flags import PARAM_READY_CALLBACK_ATTR
 
 
 @pytest.mark.parametrize(
@@ -50,3 +56,17 @@ def test_the_mark_can_be_read_while_compiling():
 
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     assert compiled(torch.ones(2)).tolist() == [0.0, 0.0]
+
+
+def test_each_ready_callback_runs_once_in_order():
+    seen = []
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+
+    def first():
+        seen.append("first")
+
+    for index, callback in ((0, first), (2, lambda: seen.append("second")), (3, first)):
+        setattr(params[index], PARAM_READY_CALLBACK_ATTR, callback)
+    ensure_params_ready(iter(params))
+    assert seen == ["first", "second"]
+    assert PARAM_READY_CALLBACK_ATTR == "_ensure_param_ready_callback"

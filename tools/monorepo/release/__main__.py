@@ -76,7 +76,8 @@ def _push(workspace: Workspace, options: argparse.Namespace) -> int:
             print(f"git tag {tag.name}; git push {REMOTE} {tag.name}")
             continue
         push(workspace, tag)
-        print(f"{tag.name} is pushed", flush=True)
+        start = f"gh workflow run release.yml --ref main -f release={tag.name} -f dry-run=false"
+        print(f"{tag.name} is pushed. To publish it: {start}", flush=True)
     if not options.apply:
         print("Nothing was pushed; add --apply to push each tag alone.")
     return 0

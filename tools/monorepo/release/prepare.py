@@ -188,10 +188,7 @@ def unpushed(workspace: Workspace, names: Sequence[str]) -> list[ReleaseTag]:
 
 
 def push(workspace: Workspace, tag: ReleaseTag) -> None:
-    """Verify a release, set its tag and push it alone.
-
-    GitHub starts no workflow for a push of more than three tags.
-    """
+    """Verify a release, set its tag and push it alone: the next one is verified after it."""
     _refuse_open_work(workspace)
     refused = verify_release(workspace, tag.package, tag=tag.name).refused
     if refused:

@@ -229,7 +229,7 @@ def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(
 def test_tags_are_pushed_one_by_one(
     released: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GitHub starts nothing for more than three tags in one push."""
+    """Each is verified after the one before it is there."""
     released.git("tag", "--delete", "mcore-tensor-v0.1.0", "mcore-parallel-v0.1.0")
     remote = tmp_path / "remote"
     released.git("clone", "--quiet", "--bare", ".", str(remote))

@@ -134,3 +134,9 @@ def test_programs_of_a_release_are_installed_by_hash() -> None:
     assert len(blocks) == pinned.count("==") - pinned.count(" == ")
     for line in (REPOSITORY / ".github" / "release-tools.in").read_text().split():
         assert line.partition("==")[0] in names
+
+
+def test_every_reader_is_fuzzed_each_night() -> None:
+    from fuzz.corpus import MADE
+
+    assert read_jobs("nightly")["fuzz"]["strategy"]["matrix"]["reader"] == list(MADE)

@@ -22,10 +22,9 @@ def check(settings: Settings, available: int | None) -> None:
     _check_batch(one)
     _check_pipeline(one)
     _refuse(
-        one.min_lr > one.lr,
-        f"--min-lr {one.min_lr} is above --lr {one.lr}",
+        one.min_lr > one.lr, f"--min-lr {one.min_lr} is above --lr {one.lr}",
         "the learning rate ends at --min-lr, so lower it too",
-    )
+    )  # fmt: skip
     _check_sequence_parallel(one)
     _check_experts(one)
     _check_graphs(one)
@@ -117,10 +116,9 @@ def _check_pipeline(settings: Settings) -> None:
         f"--micro-batch-size {settings.rows_per_forward} makes {batches} micro-batches"
     )
     _refuse(
-        batches < stages,
-        f"{layout}, but --pp {stages} needs {stages} or more",
+        batches < stages, f"{layout}, but --pp {stages} needs {stages} or more",
         "lower --micro-batch-size or raise --global-batch-size",
-    )
+    )  # fmt: skip
     _refuse(
         settings.vpp > 1 and batches % stages,
         f"{layout}, but --vpp needs a multiple of --pp {stages}",
@@ -142,10 +140,9 @@ def _check_sequence_parallel(settings: Settings) -> None:
     if not settings.sequence_parallel:
         return
     _refuse(
-        settings.tp == 1,
-        "--sequence-parallel splits the sequence over the tp ranks",
+        settings.tp == 1, "--sequence-parallel splits the sequence over the tp ranks",
         "it needs --tp above 1",
-    )
+    )  # fmt: skip
     if settings.seq_length // settings.cp % settings.tp:
         raise UsageError(
             f"--seq-length {settings.seq_length} is not divisible by --cp {settings.cp} times "

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from mcore.parallel.checkpoint import CheckpointingException
-from pretrain.cli.handshake import PRIVATE_FOLDER
+from pretrain.cli.handshake import LAUNCHER, PRIVATE_FOLDER
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run.loop import DivergedError, RunFolderError, StoppedBySignal
 from pretrain.run.saving import ReplicasDifferError
@@ -57,6 +57,11 @@ class Ending:
         self.last_call: Callable[[], None] = lambda: None
         self._launcher = os.getppid()
         self._private_folder = os.environ.get(PRIVATE_FOLDER)
+        if (launcher := os.environ.pop(LAUNCHER, None)) is not None:
+            try:  # its store is a file, which outlives it: it may have died before this line
+                os.kill(int(launcher), 0)
+            except ProcessLookupError:
+                self._launcher = -1
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

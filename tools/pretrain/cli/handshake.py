@@ -22,6 +22,7 @@ from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_ru
 from pretrain.usage import UsageError
 
 PRIVATE_FOLDER = "PRETRAIN_PRIVATE_FOLDER"  # holds the store of ranks on one machine
+LAUNCHER = "PRETRAIN_LAUNCHER"  # the process that made it
 _MEET_EVERY_S = 0.02
 _SEEN_WITHIN_S = 10.0  # network file systems show new files late
 
@@ -34,11 +35,9 @@ def join(device: torch.device, timeout: datetime.timedelta) -> None:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = os.environ.pop(PRIVATE_FOLDER, None)  # not inherited by child processes
-    if folder is None:
-        store = next(rendezvous("env://", timeout=timeout))[0]
-    else:
-        store = FileStore(os.path.join(folder, "ranks"))
-        store.set_timeout(timeout)
+    path = folder and os.path.join(folder, "ranks")
+    store = FileStore(path) if path else next(rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
     name = _agree_on_name(store, rank, world_size, timeout.total_seconds())
     dist.init_process_group(
         dist.get_default_backend_for_device(device), store=PrefixStore(name, store), rank=rank,

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pretrain.cli.ending import is_under_nohup
-from pretrain.cli.handshake import PRIVATE_FOLDER
+from pretrain.cli.handshake import LAUNCHER, PRIVATE_FOLDER
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run_folder import RunFolder
@@ -41,9 +41,8 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     """
     for name in ("", ".agent.server.api"):  # this logger has a separate level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-    arguments = list(argv)
-    if request.resume is None and request.run_dir is None:
-        arguments += ["--run-dir", str(folder.path)]
+    is_named = request.resume is not None or request.run_dir is not None
+    arguments = argv if is_named else [*argv, "--run-dir", str(folder.path)]
     try:
         with _stay_on_this_machine() as private:
             config = _make_launch_config(request.settings, private)
@@ -76,19 +75,18 @@ def _stay_on_this_machine() -> Iterator[Path]:
     its values.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    before = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="pretrain-", ignore_cleanup_errors=True) as private:
-        os.environ |= {
-            PRIVATE_FOLDER: private,
-            "GLOO_SOCKET_IFNAME": loopback,
-            "NCCL_SOCKET_IFNAME": loopback,
+        variables = {
+            PRIVATE_FOLDER: private, LAUNCHER: str(os.getpid()),
+            "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        }  # fmt: skip
+        os.environ |= variables
         try:
             yield Path(private)
         finally:
-            os.environ.clear()
-            os.environ.update(before)
+            for name in variables:
+                del os.environ[name]
 
 
 def _make_launch_config(settings: Settings, private: Path) -> LaunchConfig:

@@ -129,11 +129,10 @@ class Steps:
     def _compute_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         looks_ahead = self.settings.mtp > 0 and self.model.training
         output = self.model(
-            batch["tokens"],
-            batch["position_ids"],
+            batch["tokens"], batch["position_ids"],
             next_tokens=batch["labels"] if looks_ahead else None,
             cu_seqlens=batch.get("cu_seqlens"),
-        )
+        )  # fmt: skip
         return self._average_loss(output, batch)
 
     def _average_loss(

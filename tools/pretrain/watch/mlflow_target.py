@@ -81,13 +81,12 @@ def report_trust(target: MlflowTarget) -> None:
         return
     removed = [name for name in _CREDENTIALS if os.environ.pop(name, None) is not None]
     os.environ["NETRC"] = os.devnull  # its default entry is for every host
-    withheld = f" ({', '.join(removed)})" if removed else ""
+    withheld = ", ".join(removed) or "there are none"
     print(
         f"pretrain: warning: the run folder names {target.shown}, which gets metrics but no "
-        f"credentials{withheld}. To send them, pass --mlflow-uri {target.shown} or --trust-run",
-        file=sys.stderr,
-        flush=True,
-    )
+        f"credentials ({withheld}). To send them, pass --mlflow-uri {target.shown} or --trust-run",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _refuse_credentials(folder: RunFolder, target: MlflowTarget) -> MlflowTarget:

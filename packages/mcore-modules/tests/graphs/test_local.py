@@ -542,3 +542,28 @@ def test_a_capture_leaves_live_generators_where_they_were(seeded):
     manager_of(Advancing(), warmups=0)(Layer(), (x(),), {})
     with get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(3), expected)
+
+
+def test_kinds_of_call_are_bounded_and_the_least_recent_is_dropped(caplog):
+    class Layer(torch.nn.Linear):
+        def forward(self, x, scale=1):
+            return super().forward(x) * scale
+
+    layer = Layer(2, 2)
+    manager = LocalGraphManager(SimpleNamespace(cuda_graph_warmup_steps=1), max_kinds=3)
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        manager(layer, (x,), {"scale": -1}).sum().backward()
+    for scale in range(50):
+        for value in (scale, -1):  # the kind -1 is used again and again
+            found = manager(layer, (x,), {"scale": value})
+            assert torch.equal(found, layer(x, scale=value))
+            found.sum().backward()
+    assert manager.stats() == {"kinds": 3, "graphs": 1, "dropped_kinds": 48}
+    assert len([one for one in caplog.records if "kinds of call" in one.getMessage()]) == 1
+    for length in range(1, 9):
+        for _ in range(2):
+            manager(layer, (torch.ones(length, 2),), {}).sum().backward()
+    assert manager.num_graphs == 3
+    with pytest.raises(ValueError, match="max_kinds is 0"):
+        LocalGraphManager(None, max_kinds=0)

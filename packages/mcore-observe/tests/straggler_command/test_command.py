@@ -87,6 +87,7 @@ def publish(state, report):
         places=[(host, "cpu") for host in report.hosts],
         section_names=(),
         stragglers=(),
+        is_measuring=False,
     )
     state.applied(True, found)
 

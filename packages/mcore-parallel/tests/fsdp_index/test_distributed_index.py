@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mcore.parallel import FSDPDistributedIndex
+from mcore.parallel import FSDPDistributedIndex, using_tensor_parallel
 from mcore.parallel.torch_compat import can_order_ranks
 from rank_testing import run_ranks
 
@@ -145,7 +145,8 @@ def test_second_group_for_all_gathers(fake_world) -> None:
     assert index.get_fsdp_group(independent_all_gather=True) is second
     assert index.get_fsdp_group() is not second
     without = hybrid_index()
-    assert without.get_fsdp_group(independent_all_gather=True) is without.get_fsdp_group()
+    assert without.get_fsdp_group(independent_all_gather=True) is None
+    assert without.get_fsdp_group(is_expert_parallel=True) is None
 
 
 def test_a_mesh_may_stand_for_a_group(fake_world) -> None:
@@ -319,17 +320,28 @@ def test_experts_without_hybrid(fake_world) -> None:
     assert index.get_outer_fsdp_group(True) is None
 
 
+def test_the_sixth_position_is_not_taken_for_a_flag(fake_world) -> None:
+    fake_world(5, 8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    for group in (dist.group.WORLD, None, 1):
+        with pytest.raises(TypeError, match="the sixth position is hybrid_fsdp_expt_group"):
+            FSDPDistributedIndex(mesh, "dp", None, "tp", None, group)
+    index = FSDPDistributedIndex(mesh, "dp", None, "tp", None, False)
+    assert using_tensor_parallel(index) is True
+    assert using_tensor_parallel(index, is_expert_parallel=True) is False
+    assert using_tensor_parallel(FSDPDistributedIndex(mesh, "dp")) is False
+
+
 @pytest.mark.parametrize(
     "ask",
     [
         lambda index: index.get_submesh("dp_shard", True),
         lambda index: index.get_dp_group(True),
-        lambda index: index.get_fsdp_group(True),
         lambda index: index.get_outer_fsdp_group(True),
         lambda index: index.get_root_mesh(True),
         lambda index: index.get_logical_hybrid_fsdp_rank(True),
     ],
-    ids=["submesh", "dp", "fsdp", "outer", "root", "logical"],
+    ids=["submesh", "dp", "outer", "root", "logical"],
 )
 def test_experts_need_an_expert_mesh(fake_world, ask) -> None:
     fake_world(5, 8)

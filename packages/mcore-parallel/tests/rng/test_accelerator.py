@@ -1,5 +1,7 @@
 """Random streams on the stand-in accelerator, whose generators share states as those of CUDA."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -15,19 +17,12 @@ def tracker(accelerator):
     return made
 
 
-@pytest.fixture
-def capture(accelerator, monkeypatch):
-    """Begin a capture: the streams of the device say that they are captured."""
-
-    def begin():
-        monkeypatch.setattr(
-            torch.get_device_module(accelerator),
-            "is_current_stream_capturing",
-            lambda: True,
-            raising=False,
-        )
-
-    return begin
+@contextlib.contextmanager
+def captured(device):
+    """A block whose work is captured in a graph."""
+    module = torch.get_device_module(device)
+    with module.graph(module.CUDAGraph()):
+        yield
 
 
 def draw(device, generator=None):
@@ -88,16 +83,17 @@ def test_recomputed_dropout_is_the_same_and_streams_go_on(accelerator, graph_saf
         assert torch.equal(ours, theirs)
 
 
-def test_repeating_streams_inside_a_capture_is_refused(accelerator, tracker, capture):
+def test_repeating_streams_inside_a_capture_is_refused(accelerator, tracker):
     now, repeat = tracker.snapshot(), replay_rng_streams(torch.rand, tracker=tracker)
     repeat(1, device=accelerator)
-    capture()
-    with pytest.raises(RuntimeError, match=r"cannot be repeated inside a graph.*without a graph"):
-        checkpoint_context_fn(tracker=tracker)
-    with pytest.raises(RuntimeError, match="cannot be repeated inside a graph"), now:
-        pass
-    with pytest.raises(RuntimeError, match="cannot be repeated inside a graph"):
-        repeat(1, device=accelerator)
+    refused = pytest.raises(RuntimeError, match=r"cannot be repeated inside a graph.*without a gra")
+    with captured(accelerator):
+        with refused:
+            checkpoint_context_fn(tracker=tracker)
+        with refused, now:
+            pass
+        with refused:
+            repeat(1, device=accelerator)
     with tracker.fork("s1"):  # the streams are where they were
         drawn = draw(accelerator)
     expected = torch.Generator(accelerator).manual_seed(5)
@@ -113,5 +109,5 @@ def test_forks_in_a_capture_make_no_generator(accelerator, tracker, monkeypatch)
 
     state._can_share_state.cache_clear()
     monkeypatch.setattr(torch, "Generator", Refused)
-    with tracker.fork("s1"), tracker.fork("s1"):
+    with captured(accelerator), tracker.fork("s1"), tracker.fork("s1"):
         pass

@@ -494,3 +494,39 @@ def test_a_scratch_request_beyond_the_capacity_gets_more():
     scratch = Scratch(2)
     assert scratch.take(5, torch.int16).shape == (5,)
     assert scratch.take(0, torch.int16).shape == (0,)
+
+
+@pytest.mark.parametrize("length", [3, 70000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_with_the_negative_bit(length, dtype):
+    def negative():
+        torch.manual_seed(0)
+        return torch.randn(length, dtype=torch.complex64).conj().imag
+
+    expected = 2 * negative().resolve_neg()
+    assert negative().is_neg()
+    copied = torch.empty(length, dtype=dtype)
+    local_multi_tensor_scale(65536, None, [[negative()], [copied]], 2.0)
+    assert torch.equal(copied, expected.to(dtype))
+    in_place = negative()
+    local_multi_tensor_scale(65536, None, [[in_place], [in_place]], 2.0)
+    assert torch.equal(in_place.resolve_neg(), expected)
+    into, source = negative(), torch.randn(length).to(dtype)
+    local_multi_tensor_scale(65536, None, [[source], [into]], 2.0)
+    assert torch.equal(into.resolve_neg(), 2 * source.float())
+    # One memory, of which one tensor is the negative.
+    memory = torch.randn(length, dtype=torch.complex64)
+    source, into = memory.conj().imag, memory.imag
+    wanted = 2 * source.resolve_neg()
+    local_multi_tensor_scale(65536, None, [[source], [into]], 2.0)
+    assert torch.equal(into, wanted)
+
+
+def test_a_nested_tensor_is_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for call in (
+        lambda: local_multi_tensor_scale(65536, None, [[nested], [nested]], 2.0),
+        lambda: local_multi_tensor_l2_norm(65536, None, [[nested]], False),
+    ):
+        with pytest.raises(TypeError, match=r"tensor_lists\[0\]\[0\] is a nested tensor"):
+            call()

@@ -1,7 +1,7 @@
 """Megatron modules: configuration, precision, graphs, sharded state dicts and value heads."""
 
 from mcore.modules._version import __version__
-from mcore.modules.config import TransformerConfig
+from mcore.modules.config import TransformerConfig, is_using_quantization_scales
 from mcore.modules.embeddings import untie_embeddings
 from mcore.modules.errors import (
     AttributeNotFoundError,
@@ -106,6 +106,7 @@ __all__ = [
     "get_model_xattn",
     "init_method_normal",
     "is_submodule",
+    "is_using_quantization_scales",
     "keep_in_fp32",
     "make_value_model",
     "mark_keep_in_fp32",

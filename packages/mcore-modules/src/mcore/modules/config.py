@@ -254,6 +254,20 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
     return default
 
 
+def is_using_quantization_scales(config: object) -> bool:
+    """Return whether a configuration enables fp8 or fp4, whose weights have scales.
+
+    Args:
+        config: Any configuration object. A missing field is off.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> is_using_quantization_scales(SimpleNamespace(fp8="hybrid"))
+        True
+    """
+    return any(is_switched_on(read_field(config, name, None)) for name in ("fp8", "fp4"))
+
+
 # Fields that only layers of Megatron-LM read, with their defaults.
 _UNREAD = {
     "symmetric_ar_type": None,

@@ -169,7 +169,9 @@ class LinearForLastLayer(torch.nn.Linear):
 
     def _stamp(self) -> None:
         if self.sequence_parallel:
-            for parameter in (self.weight, self.bias):
+            # A parametrization such as weight_norm has parameters from which it makes the weight.
+            is_made = "parametrizations" in self._modules
+            for parameter in self.parameters() if is_made else (self.weight, self.bias):
                 if parameter is not None:
                     parameter.sequence_parallel = True  # type: ignore[attr-defined]
 

@@ -16,6 +16,7 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.parallel.checkpoint.ranks import resolve_groups
+from mcore.tensor.param_flags import ensure_params_ready
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"
 Entries: TypeAlias = "dict[str, Any]"
@@ -61,6 +62,7 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _check_offsets(sharded_offsets)
+    ensure_params_ready(module.parameters())
     return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
 
 

@@ -331,9 +331,10 @@ def model_chunks(model: Any) -> list[Any]:
 
 
 def find_process_groups(pg_collection: Any, model: Any) -> Any:
-    """Return the given groups, else the groups of the first chunk or a module in it, else the default.
+    """Return the given groups, else the groups of the first chunk, else the default.
 
-    No communication. The result is None without default groups, which means one process.
+    A chunk without groups may wrap a module that has them. No communication. The result is None
+    without default groups, which means one process.
     """
     if pg_collection is not None:
         return pg_collection

@@ -1,6 +1,10 @@
 """Process groups, device meshes, RNG streams, context-parallel slicing and sharded checkpoints."""
 
 from mcore.parallel._version import __version__
+from mcore.parallel.batches import (
+    flatten_batch_for_packed_sequences,
+    get_batch_on_this_tp_rank,
+)
 from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
@@ -10,7 +14,7 @@ from mcore.parallel.context_parallel import (
     cp_zigzag_index,
     get_batch_on_this_cp_rank,
 )
-from mcore.parallel.fsdp_index import FSDPDistributedIndex
+from mcore.parallel.fsdp_index import FSDPDistributedIndex, using_tensor_parallel
 from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
 from mcore.parallel.mesh import contains_submesh, get_mesh_names, resolve_submesh
 from mcore.parallel.process_groups import (
@@ -79,9 +83,11 @@ __all__ = [
     "cp_unzigzag",
     "cp_zigzag_index",
     "drain_embedding_wgrad_compute",
+    "flatten_batch_for_packed_sequences",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
     "get_cuda_rng_tracker",
     "get_default_process_groups",
     "get_mcore_tensor_parallel_partition_dim",
@@ -111,5 +117,6 @@ __all__ = [
     "set_default_process_groups",
     "set_tensor_model_parallel_attributes",
     "use_process_groups",
+    "using_tensor_parallel",
     "vocab_parallel_cross_entropy",
 ]

@@ -410,7 +410,7 @@ def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     if len(shape) == 2 and shape[0] > 1:
         raise ValueError(
             f"cu_seqlens of shape {shape} has {shape[0]} rows, expected one: flatten the "
-            "micro-batch into one packed sequence first"
+            "micro-batch first, with flatten_batch_for_packed_sequences(batch)"
         )
     if len(shape) not in (1, 2):
         raise ValueError(f"cu_seqlens must be [n] or [1, n], got shape {shape}")

@@ -27,16 +27,21 @@ from mcore.tensor.multi_tensor import (
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
 )
-from mcore.tensor.param_flags import mark_param_shared, param_is_not_shared, param_is_shared
+from mcore.tensor.param_flags import (
+    ensure_params_ready,
+    mark_param_shared,
+    param_is_not_shared,
+    param_is_shared,
+)
 from mcore.tensor.symmetric_memory import GlobalSymmetricMemoryBuffer
 from mcore.tensor.viewless import (
     MakeViewlessTensor,
+    WrappedTensor,
     _kernel_make_viewless_tensor,
     assert_viewless_tensor,
     make_viewless_tensor,
     safely_set_viewless_tensor_data,
 )
-from mcore.tensor.wrapped import WrappedTensor
 
 __all__ = [
     "DivisibilityError",
@@ -52,6 +57,7 @@ __all__ = [
     "destroy_global_memory_buffer",
     "divide",
     "ensure_divisibility",
+    "ensure_params_ready",
     "get_data_parallel_group_if_dtensor",
     "get_full_tensor_if_necessary",
     "get_global_memory_buffer",

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ class GlobalMemoryBuffer:
         self._views: dict[_Key, _Views] = {}
         self._lock = threading.RLock()
         self._frozen = False
+        _instances.add(self)
 
     def __reduce__(self) -> tuple[type[GlobalMemoryBuffer], tuple[()]]:
         return type(self), ()
@@ -312,8 +314,18 @@ class GlobalMemoryBuffer:
 
 
 _of_process: dict[str, GlobalMemoryBuffer] = {}  # at most one
+_instances: weakref.WeakSet[GlobalMemoryBuffer] = weakref.WeakSet()
+
+
+def _start_child() -> None:
+    """Drop the buffers of the process, and the locks that threads of the parent may hold."""
+    _of_process.clear()
+    for buffers in _instances:
+        buffers._lock = threading.RLock()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_of_process.clear)
+    os.register_at_fork(after_in_child=_start_child)
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:

@@ -1,8 +1,11 @@
-"""The ``shared`` mark of parameters that several modules hold, such as tied word embeddings."""
+"""Marks of parameters: shared by several modules, or gathered late by a backend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+PARAM_READY_CALLBACK_ATTR = "_ensure_param_ready_callback"
 
 
 def param_is_shared(param: object) -> bool:
@@ -45,3 +48,25 @@ def mark_param_shared(param: Any, shared: bool = True) -> None:
         False
     """
     param.shared = bool(shared)
+
+
+def ensure_params_ready(params: Iterable[object]) -> None:
+    """Let a backend that gathers parameters late complete them, before anyone reads their values.
+
+    Calls the callables that such parameters have as ``_ensure_param_ready_callback``, each once, in
+    the order of the parameters. Parameters without it are left alone. A callback may communicate:
+    all ranks that share parameters call this together.
+
+    Args:
+        params: Parameters, such as ``module.parameters()``.
+
+    Example:
+        >>> import torch
+        >>> param = torch.nn.Parameter(torch.zeros(1))
+        >>> param._ensure_param_ready_callback = lambda: print("gathered")
+        >>> ensure_params_ready([param, param])
+        gathered
+    """
+    callbacks = (getattr(param, PARAM_READY_CALLBACK_ATTR, None) for param in params)
+    for callback in dict.fromkeys(one for one in callbacks if one is not None):
+        callback()

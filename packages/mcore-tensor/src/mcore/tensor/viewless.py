@@ -6,7 +6,7 @@ storage of the whole base allocated, and only the base tensor object is freed.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from mcore.versioning import internal_api
 
 T = TypeVar("T")
+_Wrapped = TypeVar("_Wrapped", bound="Tensor | None")
 
 
 @internal_api
@@ -212,3 +213,63 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
             f"{tuple(tensor.shape)}.",
         )
     tensor.data = new_data_tensor
+
+
+class WrappedTensor(Generic[_Wrapped]):
+    """A holder that lets a callee free a tensor that its caller passed in.
+
+    A caller that passes a tensor keeps a reference to it until the call returns. If it passes
+    ``WrappedTensor(tensor)`` instead and keeps no reference, the callee can take the tensor out and
+    free it before it returns. If several threads call ``unwrap()``, exactly one gets the tensor. It
+    cannot be copied or pickled, since a second reference would keep the tensor alive.
+
+    Args:
+        tensor: The tensor to hand over, or None (on a middle pipeline stage, for example).
+
+    Example:
+        >>> import torch
+        >>> wrapped = WrappedTensor(torch.ones(2))
+        >>> wrapped.unwrap()
+        tensor([1., 1.])
+        >>> wrapped
+        WrappedTensor(unwrapped)
+    """
+
+    __slots__ = ("__weakref__", "_held")
+
+    def __init__(self, tensor: _Wrapped) -> None:
+        self._held = [tensor]
+
+    def unwrap(self) -> _Wrapped:
+        """Return the tensor and drop the reference to it.
+
+        Returns:
+            The wrapped tensor, or the wrapped None.
+
+        Raises:
+            RuntimeError: The tensor was taken out before.
+
+        Example:
+            >>> import torch
+            >>> WrappedTensor(torch.zeros(1)).unwrap()
+            tensor([0.])
+        """
+        try:
+            return self._held.pop()  # list.pop is atomic: one thread gets it
+        except IndexError:
+            pass
+        raise RuntimeError(
+            "the WrappedTensor has already been unwrapped: unwrap() returns the tensor once, "
+            "keep the result"
+        )
+
+    def __repr__(self) -> str:
+        return f"WrappedTensor({'wrapped' if self._held else 'unwrapped'})"
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "a WrappedTensor cannot be copied or pickled, since it holds the only reference to its "
+            "tensor: pass the object itself, or unwrap() it"
+        )
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = _refuse_copy

@@ -265,15 +265,8 @@ class EnvironmentReport(NamedTuple):
 
     def as_json(self) -> str:
         """Return a JSON object. Every package has a name, a status, a version and a reason."""
-        packages = [
-            {
-                "name": package.name,
-                "status": package.status,
-                "version": package.version,
-                "reason": package.reason,
-            }
-            for package in self.packages
-        ]
+        keys = ("name", "status", "version", "reason")
+        packages = [{key: getattr(one, key) for key in keys} for one in self.packages]
         content = {"python": self.python, "platform": self.platform, "packages": packages}
         return json.dumps(content, indent=2)
 

@@ -109,9 +109,8 @@ class InstalledPackage:
             return self._recorded
         from importlib.metadata import PackageNotFoundError, version
 
-        text: str | None
         try:
-            text = version(self.distribution)
+            text: str | None = version(self.distribution)
         except PackageNotFoundError:
             return None
         except (KeyError, TypeError, ValueError):

@@ -28,6 +28,10 @@ class GraphableMegatronModule(MegatronModule):
     :func:`~mcore.modules.graphs.capture_graphs` has filled ``cuda_graphs``, from the graph of the
     microbatch. The manual hooks run before it, and the module's hooks do not run.
 
+    Outputs of a graph are in its memory, which later calls overwrite. Clone an output that is kept
+    over several calls: under ``torch.no_grad()`` in training mode, where no backward follows, and
+    after the backward. Or call ``eval()`` for rollouts, which run eagerly.
+
     Copies and pickles have no graphs, manual hooks or manager state. They get a new default
     manager.
 

@@ -93,8 +93,11 @@ class LocalGraphManager:
     ``requires_grad``, their other arguments are equal (these become part of the graph) and autocast
     is the same. For each such kind of call there are as many graphs as calls in flight: a graph is
     reused after the backward of its call has run or its outputs are gone. Layers that run one after
-    the other share a memory pool, also with separate managers. If parameters of a layer are
-    replaced, moved or unfrozen, it is captured a second time. Deleting a layer frees its graphs.
+    the other share a memory pool, also with separate managers. A layer keeps graphs for the
+    ``max_kinds`` kinds of call that were used last. Pass a number that changes with each call as a
+    tensor, and pad sequences to few lengths: a new kind warms up and is captured. If parameters of
+    a layer are replaced, moved or unfrozen, it is captured a second time. Deleting a layer frees
+    its graphs.
 
     Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
     graphs are captured. They also run eagerly, with one logged warning, if an argument is neither a
@@ -104,6 +107,7 @@ class LocalGraphManager:
         config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
         runner: Captures the graphs. None chooses by device at the first capture.
         max_graphs_per_key: Maximum number of graphs for one kind of call.
+        max_kinds: Maximum number of kinds of call of one layer.
 
     Example:
         >>> import torch
@@ -117,13 +121,21 @@ class LocalGraphManager:
     """
 
     def __init__(
-        self, config: Any, runner: GraphRunner | None = None, *, max_graphs_per_key: int = 64
+        self,
+        config: Any,
+        runner: GraphRunner | None = None,
+        *,
+        max_graphs_per_key: int = 64,
+        max_kinds: int = 32,
     ) -> None:
-        if max_graphs_per_key < 1:
-            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}. Pass at least 1")
+        for name, limit in (("max_graphs_per_key", max_graphs_per_key), ("max_kinds", max_kinds)):
+            if limit < 1:
+                raise ValueError(f"{name} is {limit}. Pass at least 1")
         self.config = config
         self.runner = runner
         self.max_graphs_per_key = max_graphs_per_key
+        self.max_kinds = max_kinds
+        self._num_dropped = 0
         self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, _Record]] = (
             weakref.WeakKeyDictionary()
         )
@@ -134,6 +146,33 @@ class LocalGraphManager:
         return sum(
             len(record.graphs) for records in self._records.values() for record in records.values()
         )
+
+    def stats(self) -> dict[str, int]:
+        """Return counts: ``kinds`` of call kept, ``graphs``, and ``dropped_kinds`` so far.
+
+        Example:
+            >>> LocalGraphManager(None).stats()
+            {'kinds': 0, 'graphs': 0, 'dropped_kinds': 0}
+        """
+        kinds = sum(map(len, self._records.values()))
+        return {"kinds": kinds, "graphs": self.num_graphs, "dropped_kinds": self._num_dropped}
+
+    def _find_record(self, module: torch.nn.Module, key: Hashable) -> _Record:
+        """Return the record of a kind of call, now the last used, and drop the first if needed."""
+        records = self._records.setdefault(module, {})
+        record = records[key] = records.pop(key, _Record())
+        if len(records) > self.max_kinds:
+            del records[next(iter(records))]  # not reset: a backward may still run
+            if not self._num_dropped:
+                logger.warning(
+                    "%s gets more than %d kinds of call, and the graphs of the least recent kinds "
+                    "are dropped. Pass a number that changes with each call as a tensor, pad "
+                    "inputs to few shapes, or raise max_kinds",
+                    type(module).__name__,
+                    self.max_kinds,
+                )
+            self._num_dropped += 1
+        return record
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -157,8 +196,7 @@ class LocalGraphManager:
         if call is None:
             return torch.nn.Module.__call__(module, *args, **kwargs)
         autocast = autocast_dtype(device_of(call.tensors_and(module)).type)
-        records = self._records.setdefault(module, {})
-        record = records.setdefault((call.key, autocast), _Record())
+        record = self._find_record(module, (call.key, autocast))
         if record.warms_up(read_field(self.config, "cuda_graph_warmup_steps", 3)):
             outputs = torch.nn.Module.__call__(module, *args, **kwargs)
             record.watch(outputs)

@@ -100,8 +100,12 @@ def read_scalars(values: Mapping[_Key, object]) -> dict[_Key, float | int]:
             for keys in by_dtype.values()
         ]
         order = list(chain.from_iterable(by_dtype.values()))
-        joined = torch.empty(len(order), dtype=widest_float(device), device=device)
-        for key, number in zip(order, torch.cat(stacks, out=joined).tolist(), strict=True):
+        if len(stacks) == 1:
+            joined = stacks[0].to(widest_float(device))
+        else:
+            joined = torch.empty(len(order), dtype=widest_float(device), device=device)
+            torch.cat(stacks, out=joined)
+        for key, number in zip(order, joined.tolist(), strict=True):
             numbers[key] = number if tensors[key].is_floating_point() else int(number)
     return {
         key: numbers[key] if key in tensors else _read_number(key, value)

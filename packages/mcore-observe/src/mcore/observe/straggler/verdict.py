@@ -57,7 +57,7 @@ _PAST_WINDOWS = _WINDOWS[:2]
 _NUM_EARLIER = 15
 _NUM_NEIGHBOURS = 5
 _MANY = 16  # ranks whose spread shows lasting differences
-_FEWEST, _FEWEST_OF_MANY = 8, 5  # reports
+_FEWEST, _FEWEST_OF_FEW, _FEWEST_OF_MANY = 8, {1: 15, 2: 10}, 5  # reports, by number of ranks
 _LEAST_MEASUREMENTS = 8  # of noise
 _NUM_SAMPLED, _MOST_MEASURED = 512, 8192  # ranks, and values of them, for the noise
 _NUM_MEASURED = (16, 256)  # reports for the noise: at least, at most
@@ -164,7 +164,8 @@ class _SlowRanks:
     @property
     def is_ready(self) -> bool:
         """Whether the noise is known."""
-        return self._num_reports >= (_FEWEST_OF_MANY if self._num >= _MANY else _FEWEST)
+        fewest = _FEWEST_OF_MANY if self._num >= _MANY else _FEWEST_OF_FEW.get(self._num, _FEWEST)
+        return self._num_reports >= fewest
 
     def judge(
         self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float

@@ -36,6 +36,7 @@ from mcore.parallel.checkpoint.run_state.training_state import (
     save_training_state,
 )
 from mcore.parallel.checkpoint.save import save_sharded_state_dict
+from mcore.parallel.checkpoint.selection import LoadReport
 from mcore.parallel.checkpoint.sharded import (
     CommonStateDict,
     ReplicaId,
@@ -55,6 +56,7 @@ __all__ = [
     "CheckpointingException",
     "CommonStateDict",
     "DamagedCheckpointError",
+    "LoadReport",
     "LocalNonpersistentObject",
     "ReplicaId",
     "SaveHandle",

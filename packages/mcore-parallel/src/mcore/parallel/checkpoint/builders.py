@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor import (
-    cut_over_tensor_parallel,
-    prepend_axes,
-    replace_fields,
-    replica_index,
-    shard_of_dtensor,
-)
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.ranks import (
     CheckpointRanks,
+    cut_over_tensor_parallel,
     ensure_metadata_has_dp_cp_group,
     mesh_has_group,
     mesh_spans_world,
+    prepend_axes,
+    replace_fields,
+    replica_index,
     resolve_ranks,
+    shard_of_dtensor,
 )
 from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedStateDict, ShardedTensor
 from mcore.parallel.groups import GroupLike

@@ -28,6 +28,7 @@ from mcore.parallel.checkpoint.files.index import (
 from mcore.parallel.checkpoint.files.manifest import Index
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
 from mcore.parallel.checkpoint.files.save_place import is_incomplete_name
+from mcore.parallel.checkpoint.selection import Choices, LoadReport, Rename, Selection
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
 
@@ -55,6 +56,10 @@ def load_sharded_state_dict(
     weights_only: bool = True,
     verify: Verify = "while_reading",
     progress_bar: bool = False,
+    include: Choices = None,
+    exclude: Choices = None,
+    rename: Rename = None,
+    report: LoadReport | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint into the tensors of ``sd``. It may have been saved in another layout.
 
@@ -82,6 +87,12 @@ def load_sharded_state_dict(
             Checkpoints of torch.distributed.checkpoint have only the CRC-32 in their archives.
         progress_bar: If the load takes over 5 s, show a bar of the bytes of the first rank on its
             terminal. Needs tqdm.
+        include: The keys to load: a text, a function of a key that returns a bool, or a list of
+            them. A text is a key, or with ``*`` at its end the start of keys. None is all keys.
+        exclude: Keys that keep their present values, as for ``include``.
+        rename: The keys in the checkpoint, by the keys in ``sd``: a function, or a dict of keys or
+            of starts of keys with ``*`` on both sides.
+        report: Gets the keys that were loaded, left, missing and unused.
 
     Returns:
         A dict of the structure of ``sd``, with tensors and values instead of their descriptions. A
@@ -104,6 +115,7 @@ def load_sharded_state_dict(
     """
     _require_one_of("verify", verify, ("while_reading", "before", False))
     _require_one_of("unexpected", unexpected, ("raise", "warn", "ignore"))
+    selection = Selection(include, exclude, rename, report)
     team = team_of(process_group)
     checkpoint = open_checkpoint(path, team)
     loaded = load_opened(
@@ -115,6 +127,7 @@ def load_sharded_state_dict(
         weights_only=weights_only,
         verify=verify,
         progress_bar=progress_bar,
+        selection=selection,
     )
     checkpoint.log_figures(team)
     return loaded
@@ -183,6 +196,7 @@ def load_opened(
     verify: Verify,
     progress_bar: bool,
     accounted: Collection[str] = (),
+    selection: Selection | None = None,
 ) -> dict[str, Any]:
     """Load into the state dict that ``build`` makes. ``accounted`` keys are not unexpected."""
     from mcore.parallel.checkpoint.files.reader import CheckedReader
@@ -195,7 +209,7 @@ def load_opened(
         index, sd = checkpoint.index, build()
         is_megatron = not index.has_checksums and (directory / _MEGATRON_FILE).is_file()
         planner.has_listed_objects = is_megatron
-        wanted = planner.take(sd)
+        wanted = planner.take(sd, selection, index.keys)
         keys = {name: index.keys[name] for name in wanted if name in index.keys}
         reader = CheckedReader(directory, index, keys, verify)
         planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
@@ -211,6 +225,9 @@ def load_opened(
         (reader, plan), expected = team.agree_any(plan_reads, checkpoint.num_keys)
         keys = checkpoint.index.keys
         extra = [key for key, flag in zip(keys, expected, strict=True) if not flag]
+        if selection is not None:
+            selection.report.unused += extra
+            extra = [] if selection.is_partial else extra
         if extra:  # ``extra`` is equal on all ranks, ``unexpected`` may not be
             team.agree(lambda: _handle_unexpected(extra, unexpected, team))
         checkpoint.clock.end_phase("plan")

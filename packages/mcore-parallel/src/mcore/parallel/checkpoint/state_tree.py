@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor import shard_of_dtensor
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.ranks import shard_of_dtensor
 from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
 from mcore.tensor.dtensor import is_dtensor
 

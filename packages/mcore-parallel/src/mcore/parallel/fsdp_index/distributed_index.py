@@ -67,7 +67,8 @@ class FSDPDistributedIndex:
         ValueError: A dimension is missing or overlaps another, a group has other ranks than the
             mesh, or this rank is not in a mesh or group. The text names the argument. On all ranks
             of a collective construction also if the arguments differ or one rank has an error.
-        TypeError: An argument is not a DeviceMesh or a group.
+        TypeError: An argument is not a DeviceMesh or a group, or ``hsdp_outer_dp_shard`` is not a
+            bool.
         RuntimeError: torch.distributed is not initialised.
 
     Example:
@@ -111,6 +112,13 @@ class FSDPDistributedIndex:
                 "call torch.distributed.init_process_group and make a DeviceMesh first"
             )
 
+        if not isinstance(hsdp_outer_dp_shard, bool) or isinstance(expt_device_mesh, bool):
+            raise TypeError(
+                f"hsdp_outer_dp_shard is a {type(hsdp_outer_dp_shard).__name__} and "
+                f"expt_device_mesh a {type(expt_device_mesh).__name__}. In Megatron-FSDP the sixth "
+                "position is hybrid_fsdp_expt_group. Pass it, hsdp_outer_dp_shard and "
+                "expt_device_mesh by keyword"
+            )
         is_collective = dp_outer_dim is not None and is_from_world_mesh(device_mesh)
 
         def resolve() -> tuple[MeshGroups, MeshGroups | None]:
@@ -265,25 +273,23 @@ class FSDPDistributedIndex:
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
-    ) -> dist.ProcessGroup:
+    ) -> dist.ProcessGroup | None:
         """Return the group that parameters are sharded over, that of ``dp_shard_dim``.
 
         No communication.
 
         Args:
             is_expert_parallel: Return the group of the experts.
-            independent_all_gather: Return the second group with these ranks, if one was given.
+            independent_all_gather: Return the second group with these ranks.
 
         Returns:
-            The group.
-
-        Raises:
-            ValueError: There is no expert mesh.
+            The group. None without an expert mesh or without a second group, as Megatron-FSDP
+            expects. For collectives of torch.distributed None means the world group.
         """
-        groups = self._groups_of(is_expert_parallel)
-        if independent_all_gather and groups.gather_group is not None:
-            return groups.gather_group
-        return groups.shard_group
+        groups = self._expert if is_expert_parallel else self._dense
+        if groups is None:
+            return None
+        return groups.gather_group if independent_all_gather else groups.shard_group
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ``dp_outer_dim``.
@@ -349,7 +355,7 @@ class FSDPDistributedIndex:
                 "with hsdp_outer_dp_shard=True"
             )
         group = self.get_dp_group(is_expert_parallel)
-        inner = self.get_fsdp_group(is_expert_parallel).size()
+        inner = self._groups_of(is_expert_parallel).shard_group.size()
         return group.rank() % inner * (group.size() // inner) + group.rank() // inner
 
     def _groups_of(self, is_expert_parallel: bool) -> MeshGroups:
@@ -361,3 +367,33 @@ class FSDPDistributedIndex:
                 "make it with expt_device_mesh"
             )
         return self._expert
+
+
+def using_tensor_parallel(
+    dist_index: FSDPDistributedIndex, is_expert_parallel: bool = False
+) -> bool:
+    """Return whether the tensor-parallel dimension of an index has more than one rank.
+
+    No communication.
+
+    Args:
+        dist_index: The index.
+        is_expert_parallel: Look at the expert mesh.
+
+    Returns:
+        False also without the dimension or, for experts, without an expert mesh.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> using_tensor_parallel(FSDPDistributedIndex(mesh, "dp", tp_dim="tp"))
+        False
+        >>> dist.destroy_process_group()
+    """
+    mesh = dist_index.expt_device_mesh if is_expert_parallel else dist_index.device_mesh
+    tp_dim = dist_index.tp_dim
+    if mesh is None or tp_dim is None or tp_dim not in (mesh.mesh_dim_names or ()):
+        return False
+    return mesh[tp_dim].size() > 1

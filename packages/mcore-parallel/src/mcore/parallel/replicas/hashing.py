@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mcore.parallel.tensor_memory import BytePieces, Part, plain_parts, stored_bytes
+from mcore.tensor.param_flags import ensure_params_ready
 
 _STAGING_BYTES = 256 << 20  # of each of the two staging buffers, divided among the threads
 _MIN_STAGING_BYTES = 4096
@@ -101,6 +102,7 @@ def named_params(model: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module):
             raise TypeError(f"model chunk {index} must be a module, got {type(chunk).__name__}")
+    ensure_params_ready(param for chunk in chunks for param in chunk.parameters())
     found = []
     for index, chunk in enumerate(chunks):
         for name, param in chunk.named_parameters():

@@ -360,6 +360,8 @@ class _Moment(NamedTuple):
 
     def read_generators(self) -> list[tuple[torch.Generator, torch.Tensor]]:
         """Return the generators, which draws advance, with their plain states."""
+        if isinstance(self.current, torch.Tensor):  # draws never change plain states
+            return []
         return read_generators([*self.states.values(), self.current])
 
 

@@ -40,6 +40,7 @@ def check_tensors(tensors: list[Tensor], name: str) -> None:
         _PLAIN_TYPES.issuperset(map(type, tensors))
         and _DTYPES.issuperset({tensor.dtype for tensor in tensors})
         and _LAYOUTS.issuperset({tensor.layout for tensor in tensors})
+        and not any(tensor.is_nested for tensor in tensors)
     ):
         return
     for index, tensor in enumerate(tensors):
@@ -51,10 +52,9 @@ def check_tensors(tensors: list[Tensor], name: str) -> None:
             )
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"{where} has layout {tensor.layout}: pass a dense tensor, or its values()"
-            )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise TypeError(f"{where} {kind}: pass a dense tensor, or its values()")
         if tensor.dtype not in _DTYPES:
             raise TypeError(
                 f"{where} has dtype {tensor.dtype}: only float16, bfloat16, float32 and float64 "

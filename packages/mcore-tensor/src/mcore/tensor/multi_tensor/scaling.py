@@ -28,12 +28,22 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
 
     Either all destinations are their sources or none is. The product is rounded once.
     """
+    # Foreach operations refuse the negative bit of a destination. torch.compile cannot read it.
+    is_traced = are_traced(sources)
+    if not is_traced and any(destination.is_neg() for destination in destinations):
+        plain = [destination.resolve_neg() for destination in destinations]
+        in_place = sources[0] is destinations[0]
+        non_finite = scaled_copy(plain if in_place else sources, plain, scale)
+        for destination, result in zip(destinations, plain, strict=True):
+            if result is not destination:
+                destination.copy_(result)
+        return non_finite
     device, dtype = destinations[0].device, destinations[0].dtype
     if sources[0].device != device:
         sources = [moved(source, device) for source in sources]
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
     length = sum(source.numel() for source in sources)
-    multiply = _CheckedMultiply(scale, wide, device, length, are_traced(sources))
+    multiply = _CheckedMultiply(scale, wide, device, length, is_traced)
     # CUDA has no fused operation for bfloat16: it goes through wide products there.
     is_fused = device.type == "cpu" or dtype != torch.bfloat16
     if sources[0] is destinations[0] and is_fused:
@@ -149,6 +159,7 @@ def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply)
         not multiply.is_traced
         and source.data_ptr() == destination.data_ptr()
         and source.stride() == destination.stride()
+        and source.is_neg() == destination.is_neg()
         and source.dtype == destination.dtype
     ):
         multiply.in_place([destination])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
+from mcore.parallel.checkpoint.ranks import with_leading_axes
+from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import (
     Entries,
@@ -108,9 +109,16 @@ class ShardedLoadPlanner(LoadPlanner):
         self._problems: list[str] = []
         self._casts: list[str] = []
 
-    def take(self, state_dict: Mapping[str, Any]) -> frozenset[str]:
-        """Accept the state dict to fill, and return its keys. No communication."""
+    def take(
+        self,
+        state_dict: Mapping[str, Any],
+        selection: Selection | None = None,
+        keys: Collection[str] = (),
+    ) -> frozenset[str]:
+        """Accept the state dict to fill, or a part, and return its keys. No communication."""
         self._state_dict, self._entries = state_dict, flatten_state_dict(state_dict)
+        if selection is not None:
+            self._entries = selection.choose(self._entries, keys)
         tensors = {shard.key for _, shard in self._entries.tensors}
         self._kinds = {obj.unique_key: type(obj) for _, obj in self._entries.objects}
         self.wanted = frozenset(tensors | self._kinds.keys() | self._entries.common.keys())

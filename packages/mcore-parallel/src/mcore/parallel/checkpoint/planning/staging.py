@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
+from mcore.parallel.checkpoint.ranks import with_leading_axes
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list

@@ -35,8 +35,8 @@ RANDOM_STATE = "random_state"
 OPTIMIZER_ENTRIES = "optimizer_entries"
 _LARGE_BYTES = 1 << 20  # of the tensors of a value, from which on each of them has a key
 _ARGUMENTS = (
-    "async_ check_replicas force model optimizer path process_group progress_bar step strict "
-    "unexpected verify weights_only"
+    "async_ check_replicas exclude force include model optimizer path process_group progress_bar "
+    "rename report step strict unexpected verify weights_only"
 )
 _TAKEN = frozenset({RANDOM_STATE, OPTIMIZER_ENTRIES, *_ARGUMENTS.split()})
 

@@ -64,7 +64,7 @@ class CheckpointManager:
         root: The folder, made by the first save. With ``mcore-parallel[remote]`` it may be a URL.
         keep: The number of newest checkpoints to keep, at least 1. None keeps all. Old checkpoints
             are deleted after a save is complete: with ``async_``, at the next save or wait.
-            Checkpoints of later steps, those that :meth:`load_latest` found damaged, and those of
+            Checkpoints of later steps, damaged checkpoints that :meth:`load_latest` found, and
             abandoned branches are neither counted nor deleted.
         every: :meth:`save` writes the steps that are divisible by this number.
         async_: Write in a thread. A save first waits for the previous save, and raises its error.

@@ -18,6 +18,7 @@ from mcore.parallel.checkpoint.run_state.optimizer_entries import (
     list_holders,
     restore_entries,
 )
+from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
@@ -126,6 +127,28 @@ class OptimizerState:
         """Return each optimizer's entries that belong to no parameter. Left out if none has any."""
         found = [find_entries(optimizer, self._model.names) for optimizer in self._given]
         return OneLeaf(found, Role.PER_RANK if any(found) else Role.LEFT_OUT)
+
+    def select(
+        self, keys: Mapping[str, StoredKey], groups: Groups | None, selection: Selection
+    ) -> tuple[dict[str, StoredKey], Groups]:
+        """Return the chosen keys and groups of a checkpoint, with the names of this optimizer."""
+        prefix = f"{self._key}.{_STATE}."
+        if not selection.takes(f"{self._key}.{GROUPS}"):
+            return {}, []
+        own: dict[str, str] = {}  # by the name in the checkpoint
+        for name in (name for parameter in self._parameters for name in parameter.names):
+            key = f"{prefix}{name}.*"
+            if selection.takes(key):
+                own[selection.stored_name(key).removeprefix(prefix)[:-2]] = name
+        found = {}
+        for key, stored in keys.items():
+            name, _, field = key.removeprefix(prefix).rpartition(".")
+            if key.startswith(prefix) and name in own:
+                found[f"{prefix}{own[name]}.{field}"] = stored
+        return found, [
+            {**group, "params": [own[name] for name in group["params"] if name in own]}
+            for group in groups or []
+        ]
 
     def targets(
         self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool

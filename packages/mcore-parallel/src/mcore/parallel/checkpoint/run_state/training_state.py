@@ -28,6 +28,7 @@ from mcore.parallel.checkpoint.run_state.extra_values import (
 from mcore.parallel.checkpoint.run_state.model_state import ModelState, model_state
 from mcore.parallel.checkpoint.run_state.optimizer_state import GROUPS, OptimizerState
 from mcore.parallel.checkpoint.save import save_tree
+from mcore.parallel.checkpoint.selection import Choices, LoadReport, Rename, Selection
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -155,6 +156,10 @@ def load_training_state(
     verify: Verify = "while_reading",
     progress_bar: bool = False,
     random_state: bool = True,
+    include: Choices = None,
+    exclude: Choices = None,
+    rename: Rename = None,
+    report: LoadReport | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_training_state`, which may have another layout.
@@ -180,6 +185,13 @@ def load_training_state(
         verify: As in :func:`load_sharded_state_dict`.
         progress_bar: As in :func:`load_sharded_state_dict`.
         random_state: Restore the random streams.
+        include: As in :func:`load_sharded_state_dict`, with keys such as ``model.head.weight`` and
+            the names of extra values. ``"model.*"`` loads the parameters alone. The optimizer needs
+            ``"optimizer.*"``.
+        exclude: As in :func:`load_sharded_state_dict`. The optimizer's states and options of an
+            excluded parameter are left too.
+        rename: As in :func:`load_sharded_state_dict`. States are renamed as their parameters.
+        report: As in :func:`load_sharded_state_dict`.
         **more: Objects, also modules, that get the state saved under these names, and dicts of
             tensors, also DTensors, which are filled in place.
 
@@ -203,6 +215,7 @@ def load_training_state(
             ...
         mcore.parallel.checkpoint.errors.DamagedCheckpointError: cannot load ...
     """
+    selection = Selection(include, exclude, rename, report)
     team = team_of(process_group)
     modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
 
@@ -215,6 +228,7 @@ def load_training_state(
     index = team.agree(lambda: checkpoint.index)
     stored = find_stored_values(index.keys, team)
     first = {"step": OneLeaf(), **stored.targets}
+    first = {name: one for name, one in first.items() if selection.takes(name)}
     if optimizer is not None:
         first["optimizer"] = {GROUPS: OneLeaf()}
     options: dict[str, Any] = {
@@ -231,10 +245,12 @@ def load_training_state(
             _check_rank_counts(asked & stored.of_other_ranks.keys(), stored, team)
         tree = _build_extra_tree(more, others, stored)
         if optimizer is not None:
-            if strict:
+            is_whole = strict and not selection.is_partial
+            if is_whole:
                 optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
-            groups = values["optimizer"][GROUPS] or []
-            tree["optimizer"] = optimizers.targets(index.keys, groups, strict=strict)
+            keys, groups = optimizers.select(index.keys, values["optimizer"][GROUPS], selection)
+            values["optimizer"][GROUPS] = groups
+            tree["optimizer"] = optimizers.targets(keys, groups, strict=is_whole)
         plain = {name: one for name, one in values.items() if name != "optimizer"}
         tensors, others_tensors = find_stored_tensors(plain, more, index.keys, team)
         accounted.extend(others_tensors)
@@ -243,7 +259,13 @@ def load_training_state(
     streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
     loaded = load_opened(
-        checkpoint, build, team, unexpected=unexpected, accounted=accounted, **options
+        checkpoint,
+        build,
+        team,
+        unexpected=unexpected,
+        accounted=accounted,
+        selection=selection,
+        **options,
     )
     if streams_of_others and random_state and team.is_first:
         logger.warning(
