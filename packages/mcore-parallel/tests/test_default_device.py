@@ -53,7 +53,7 @@ def _of_regions() -> Iterator[object]:
         package.reduce_scatter_to_sequence_parallel_region,
     ):
         given = torch.arange(8.0, device="cpu").view(4, 2).requires_grad_()
-        result = region(given * 2, group)
+        result = region(given * 2, group=group)
         result.square().sum().backward()
         yield result.detach(), given.grad
     given = torch.arange(8.0, device="cpu").view(4, 2)

@@ -34,4 +34,4 @@ def test_test_runner_and_linter_look_everywhere(settings: dict[str, Any]) -> Non
     }  # fmt: skip
     sources = {one.source.relative_to(ROOT) for one in WORKSPACE.distributions.values()}
     found = {path.relative_to(ROOT) for glob in settings["ruff"]["src"] for path in ROOT.glob(glob)}
-    assert found == {*sources, Path("tools")}
+    assert found == {*sources, Path("tools"), Path("tools/migrate")}

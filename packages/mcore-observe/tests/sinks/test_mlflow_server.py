@@ -101,6 +101,6 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, warnings
     assert warnings[0].startswith("MLflow is unreachable, training continues: ")
-    assert "MLflow is reachable again, 0 values were lost" in caplog.text
+    assert "MLflow is reachable again, 0 values wait on the disk for a replay" in caplog.text
     assert PASSWORD not in caplog.text + str(kept.data.params) + repr(state.cfg) + repr(run)
     assert kept.data.params["logger.mlflow_tracking_uri"] == f"http://***@127.0.0.1:{server.port}"

@@ -48,7 +48,9 @@ def nvml(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid{index}")
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=f"uuid{index}", name="NVIDIA H200"),
     )
     monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     return module

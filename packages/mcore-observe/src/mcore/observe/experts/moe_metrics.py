@@ -95,7 +95,7 @@ class MoEMetricsTracker:
         >>> tracker.report(loss_scale=1.0, iteration=1, total_loss_dict=totals)
         ''
         >>> totals
-        {'load_balancing_loss': tensor([1.])}
+        {'load_balancing_loss': tensor([1.], dtype=torch.float64)}
     """
 
     def __init__(self) -> None:

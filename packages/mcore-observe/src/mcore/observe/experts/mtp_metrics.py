@@ -29,7 +29,7 @@ class MTPMetricsTracker:
         >>> tracker.report(loss_scale=1.0, iteration=1, total_loss_dict=totals)
         ''
         >>> totals
-        {'mtp_1 loss': tensor([2.])}
+        {'mtp_1 loss': tensor([2.], dtype=torch.float64)}
     """
 
     def __init__(self) -> None:
