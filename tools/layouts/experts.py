@@ -49,8 +49,10 @@ class PlainExperts(PlainGPT):
         logits = x @ self.weights[f"{name}/router/weight"].T
         is_chosen = self._mark_chosen(logits)
         if self.routes:
-            route = self.routes[self.step, int(name.split("/")[1])]
-            is_chosen = self._mark_as_routed(logits.detach(), is_chosen, *route)
+            # The last steps are only of a resumed job.
+            route = self.routes.get((self.step, int(name.split("/")[1])))
+            if route is not None:
+                is_chosen = self._mark_as_routed(logits.detach(), is_chosen, *route)
         self._noted.setdefault(name, []).append((logits, is_chosen))
         gates = _compute_softmax(logits) * is_chosen
         if self.settings.topk > 1:
