@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from standin.memory import COUNT
+from standin.memory import COUNT, NAME
 
 _HEADER = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -95,7 +95,8 @@ def find_problem() -> str | None:
         return f"torch {torch.__version__} has no devices written in Python"
     if not _HEADER.exists() or not {"deviceCount", "setDevice"} <= set(_read_slots()):
         return f"torch {torch.__version__} has no {_HEADER.name} that is understood"
-    if torch._C._get_accelerator().type != "cpu" or torch.version.cuda is not None:
+    # The stand-in itself is the accelerator once it is registered.
+    if torch._C._get_accelerator().type not in ("cpu", NAME) or torch.version.cuda is not None:
         return "torch has another accelerator"
     return None
 
