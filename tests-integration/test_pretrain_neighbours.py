@@ -103,7 +103,7 @@ def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path: Path) -> None:
 
 
 def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
-    with started(tmp_path, *WORDS) as job:
+    with started(tmp_path, *WORDS, "--timeout-s", "30") as job:
         wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)
         private = Path(variable_of(job, PRIVATE_FOLDER))
         ranks = ranks_below(job.pid).values()
