@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pretrain.cli import launch
-from pretrain.cli.handshake import PRIVATE_FOLDER
+from pretrain.cli.handshake import LAUNCHER, PRIVATE_FOLDER
 from pretrain_runs import ENDLESS, TINY, environment, ranks_below, records_of, started, wait_until
 from rank_testing.scripts import Script
 
@@ -103,7 +105,7 @@ def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path: Path) -> None:
 
 
 def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
-    with started(tmp_path, *WORDS, "--timeout-s", "30") as job:
+    with started(tmp_path, *WORDS) as job:
         wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)
         private = Path(variable_of(job, PRIVATE_FOLDER))
         ranks = ranks_below(job.pid).values()
@@ -113,6 +115,16 @@ def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path)
             stat = Path(f"/proc/{rank}/stat")
             wait_until(lambda stat=stat: not stat.exists() or ") Z " in stat.read_text())
     assert not private.exists()
+
+
+def test_a_rank_ends_if_its_launcher_is_dead_but_not_yet_reaped(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as launcher:
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # its number stays in use
+        rank = Script(
+            "import time; from pretrain.cli.ending import Ending; Ending(300.0); time.sleep(100)",
+            cwd=tmp_path, env={**environment(), LAUNCHER: str(launcher.pid)},
+        )  # fmt: skip
+        assert rank.wait(100).returncode == 128 + signal.SIGHUP
 
 
 def test_the_environment_for_ranks_ends_with_the_launch() -> None:

@@ -55,13 +55,9 @@ class Ending:
         self.grace_s = grace_s
         self.requested = 0
         self.last_call: Callable[[], None] = lambda: None
-        self._launcher = os.getppid()
+        # The launcher may have died before this line: then the parent is another process by now.
+        self._launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
         self._private_folder = os.environ.get(PRIVATE_FOLDER)
-        if (launcher := os.environ.pop(LAUNCHER, None)) is not None:
-            try:  # its store is a file, which outlives it: it may have died before this line
-                os.kill(int(launcher), 0)
-            except ProcessLookupError:
-                self._launcher = -1
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
