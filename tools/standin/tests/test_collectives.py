@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from rank_testing import RankFailure, run_ranks
-from standin import HostWaitError, no_host_waits
 from standin.clocks import RaceError
+from standin.recording import HostWaitError, no_host_waits
 
 GROUP = "standin:standin_nccl"
 
@@ -74,11 +74,14 @@ def too_early():
         dist.all_gather_into_tensor(gathered, late, async_op=True).wait()
     elsewhere = gathered + 0
     torch.accelerator.current_stream().wait_stream(side)
-    changed = here(1.0)
-    work = dist.all_reduce(changed, async_op=True)
-    changed.fill_(7)
-    with pytest.raises(RaceError, match=r"test_collectives.py:\d+"):
+    for source in (tensor, late):  # written in place, and read
+        work = dist.all_gather_into_tensor(gathered, late, async_op=True)
+        again = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(RaceError, match=r"is changed at \S*test_collectives.py:\d+"):
+            source.fill_(7)
         work.wait()
+        again.wait()
+        source.fill_(2)
     with pytest.raises(HostWaitError), no_host_waits():
         dist.barrier()
     dist.barrier()

