@@ -1,9 +1,8 @@
-"""Which devices the tensors of one op may have: as on CUDA."""
+"""What CUDA refuses of one op, and the kernels and host waits that the op has there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import functools
 from typing import Any
 
 import torch
@@ -16,111 +15,112 @@ _ANY_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "set_
 _INDEXED = {"index", "index_put_", "_index_put_impl_", "index_put", "_unsafe_index"}
 # A tensor of the CPU without dimensions is a number for them. Others are found by their tag.
 _NUMBERS = {"where", "masked_fill_", "masked_fill", "index_fill_", "fill_", "lerp", "lerp_"}
+_WAITS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "equal", "bincount", "is_set_to",
+}  # fmt: skip
+# Kernels of the CPU that CUDA does not have: ops, formats, the message, and its source.
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
+    # https://github.com/pytorch/pytorch/issues/127176, and AmpKernels.cu for 8 bits
+    ({_UNSCALE}, {torch.bfloat16} | _FLOAT8, f"{_UNSCALE}cuda"),
+    # https://github.com/pytorch/pytorch/issues/44428, integers: cuBLAS has no such product
+    ({"mm", "addmm", "addmv", "mv"}, _INTEGERS, "addmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/11936
+    ({"bmm", "baddbmm"}, _INTEGERS, "baddbmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/158313 and intel/torch-xpu-ops issue 1939
+    ({"add", "sub"}, _FLOAT8, "ufunc_add_CUDA"),
+    ({"mul"}, _FLOAT8, "mul_cuda"),
+    ({"div"}, _FLOAT8, "div_true_cuda"),
+]
 
 
-@dataclass(frozen=True)
 class Op:
-    """Facts on an op, read from its schema once.
+    """Facts on an op, from its schema: names of its arguments, of those it changes, of results."""
 
-    Attributes:
-        name: Name without namespace and overload.
-        full_name: Name with both.
-        written: Names of the arguments that it changes.
-        outs: Names of the arguments that it changes as results.
-        generator: Name of the argument with a generator.
-        is_random: Whether it draws random numbers.
-        is_pointwise: Whether numbers of the CPU may be mixed in.
-        arguments: Names of all arguments in order.
-    """
-
-    name: str
-    full_name: str
-    written: frozenset[str]
-    outs: frozenset[str]
-    generator: str | None
-    is_random: bool
-    is_pointwise: bool
-    arguments: tuple[str, ...]
-    types: tuple[str, ...]
+    def __init__(self, op: Any) -> None:
+        arguments = op._schema.arguments
+        self.name = op._schema.name.removeprefix("aten::")
+        self.full_name = str(op)
+        self.types = {a.name: str(a.type) for a in arguments}
+        self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
+        self.outs = {a.name for a in arguments if a.is_out}
+        self.is_pointwise = torch.Tag.pointwise in op.tags or self.name in _NUMBERS
+        is_seeded = torch.Tag.nondeterministic_seeded in op.tags
+        self.is_random = is_seeded or "generator" in self.types
 
 
-_ops: dict[Any, Op] = {}
+describe_op = functools.cache(Op)
 
 
-def describe_op(op: Any) -> Op:
-    """Return the facts on an op."""
-    found = _ops.get(op)
-    if found is None:
-        schema = op._schema
-        name = schema.name.removeprefix("aten::")
-        kinds = [str(a.type) for a in schema.arguments]
-        generators = [
-            a.name for a, kind in zip(schema.arguments, kinds, strict=False) if "Generator" in kind
-        ]
-        writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        found = _ops[op] = Op(
-            name=name,
-            full_name=str(op),
-            written=frozenset(a.name for a in writes),
-            outs=frozenset(a.name for a in schema.arguments if a.is_out),
-            generator=generators[0] if generators else None,
-            is_random=torch.Tag.nondeterministic_seeded in op.tags,
-            is_pointwise=torch.Tag.pointwise in op.tags or name in _NUMBERS,
-            arguments=tuple(a.name for a in schema.arguments),
-            types=tuple(kinds),
-        )
-    return found
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
-def check_devices(op: Op, named: Iterable[tuple[str, Any]]) -> torch.device | None:
+def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
     """Return the device of an op's tensors, None without any. Raises if they have several."""
-    if op.name.startswith("_foreach_"):
-        return _check_foreach(op, dict(named))
-    found: torch.device | None = None
-    strangers: list[torch.Tensor] = []
-    for name, value in named:
-        for tensor in (value,) if isinstance(value, torch.Tensor) else value:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            if is_device(tensor):
-                if found is not None and tensor.device != found:
-                    raise _error(op, found, tensor.device)
-                found = tensor.device
-            elif not _may_be_on_host(op, name, tensor):
-                strangers.append(tensor)
-    if found is not None and strangers:
-        raise _error(op, found, strangers[0].device)
-    return found
-
-
-def _check_foreach(op: Op, named: dict[str, Any]) -> torch.device | None:
-    """Tensors of one place in the lists must share a device, tensors of two places need not."""
-    lists = [value for value in named.values() if isinstance(value, (list, tuple))]
-    lists = [value for value in lists if value and isinstance(value[0], torch.Tensor)]
-    if op.name != "_foreach_copy_":
-        for tensors in zip(*lists, strict=False):
-            devices = {tensor.device for tensor in tensors}
-            if len(devices) > 1:
-                raise _error(op, *sorted(devices, key=str)[:2])
-        single = [value for value in named.values() if isinstance(value, torch.Tensor)]
-        for tensor in single:
-            if tensor.device != lists[0][0].device:
-                raise _error(op, lists[0][0].device, tensor.device)
-    return next((t.device for tensors in lists for t in tensors if is_device(t)), None)
+    tensors = {name: tensors_in(value) for name, value in named.items()}
+    if op.name in _ANY_DEVICE:
+        rows: list[Any] = []
+    elif op.name.startswith("_foreach_"):  # tensors of two places need not share a device
+        lists = [t for name, t in tensors.items() if t and t[0] is not named[name]]
+        single = [t for name, t in tensors.items() if t and t[0] is named[name]]
+        rows = [*zip(*lists, strict=False), *([*one, lists[0][0]] for one in single)]
+    else:
+        rows = [[one for name, found in tensors.items() for one in found
+                 if is_device(one) or not _may_be_on_host(op, name, one)]]  # fmt: skip
+    for row in rows:
+        devices = sorted({str(tensor.device) for tensor in row})
+        if len(devices) > 1:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{devices[0]} and {devices[1]}! (when checking arguments of {op.full_name})"
+            )
+    return next((one.device for found in tensors.values() for one in found if is_device(one)), None)
 
 
 def _may_be_on_host(op: Op, name: str, tensor: torch.Tensor) -> bool:
-    if op.name in _ANY_DEVICE or (name in op.written and op.name in _ANY_DEVICE):
-        return True
     if op.name in _INDEXED and name == "indices":
         return True
-    if tensor.dim() or name in op.written:
-        return False
-    return op.is_pointwise or (op.name in _INDEXED and name == "values")
+    is_number = tensor.dim() == 0 and name not in op.written
+    return is_number and (op.is_pointwise or (op.name in _INDEXED and name == "values"))
 
 
-def _error(op: Op, first: torch.device, second: torch.device) -> RuntimeError:
-    return RuntimeError(
-        "Expected all tensors to be on the same device, but found at least two devices, "
-        f"{first} and {second}! (when checking arguments of {op.full_name})"
+def refuse_absent(op: Op, named: dict[str, Any]) -> None:
+    """Raise if CUDA has no kernel for an op and its formats."""
+    dtypes = {tensor.dtype for value in named.values() for tensor in tensors_in(value)}
+    for names, formats, kernel in _ABSENT:
+        for dtype in dtypes & formats if op.name in names else ():
+            title = str(dtype).removeprefix("torch.")
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
+
+
+def count_kernels(op: Op, named: dict[str, Any]) -> int:
+    """Return 1, or for lists that CUDA's kernels cannot process together, one for each tensor."""
+    if not op.name.startswith("_foreach_"):
+        return 1
+    lists = [tensors_in(value) for value in named.values() if isinstance(value, (list, tuple))]
+    lists = [tensors for tensors in lists if tensors]
+    groups = lists if op.name == "_foreach_copy_" else [[t for one in lists for t in one]]
+    has_kernel = all(
+        len({(t.dtype, t.device) for t in group}) == 1 and is_device(group[0]) for group in groups
     )
+    same = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in zip(*lists, strict=False))
+    return 1 if has_kernel and same else len(lists[0])
+
+
+def does_wait(op: Op, named: dict[str, Any]) -> bool:
+    """Return whether the host waits: for a number of elements, or as it moves an index."""
+    if op.name == "repeat_interleave":
+        return named.get("output_size") is None
+    if op.name not in _INDEXED:
+        return op.name in _WAITS
+    indices = tensors_in(named["indices"])
+    masks = [tensor for tensor in indices if tensor.dtype in (torch.bool, torch.uint8)]
+    if "values" in named and named["values"].numel() == 1 and len(masks) == len(indices):
+        masks = []  # becomes masked_fill_
+    return bool(masks) or not all(map(is_device, indices))

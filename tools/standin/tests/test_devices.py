@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from standin import is_device
+from standin.memory import is_device
 
 MIXED = "Expected all tensors to be on the same device"
 
