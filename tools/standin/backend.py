@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,21 +20,6 @@ from standin.memory import COUNT, NAME
 
 _libraries: list[Any] = []
 _forever = ExitStack()
-
-
-@contextmanager
-def _use_device(device: Any) -> Iterator[None]:
-    previous = guard.current_index()
-    guard.set_current_index(clocks.resolve(device).index)
-    try:
-        yield
-    finally:
-        guard.set_current_index(previous)
-
-
-def _seed_all(seed: int) -> None:
-    for generator in default_generators:
-        generator.manual_seed(seed)
 
 
 def _generator(device: Any = None) -> Generator:
@@ -55,20 +40,17 @@ backend: Any = SimpleNamespace(
     **_ACCELERATOR,
     is_on=False,
     is_available=lambda: backend.is_on,
-    is_initialized=lambda: backend.is_on,
     device_count=lambda: COUNT if backend.is_on else 0,
-    init=lambda: None,
     _is_in_bad_fork=lambda: False,
-    stream=lambda stream: stream or nullcontext(),
     current_device=guard.current_index,
     set_device=lambda device: guard.set_current_index(clocks.resolve(device).index),
-    device=_use_device,
+    device=lambda device: torch.accelerator.device_index(clocks.resolve(device).index),
     CUDAGraph=graphs.Graph,
     graph=graphs.graph,
     graph_pool_handle=lambda: (0, next(graphs.numbers)),
     is_current_stream_capturing=lambda: bool(recording.captures),
     default_generators=default_generators,
-    manual_seed_all=_seed_all,
+    manual_seed_all=lambda seed: [one.manual_seed(seed) for one in default_generators],
     get_rng_state=lambda device=None: _generator(device).get_state(),
     set_rng_state=lambda state, device=None: _generator(device).set_state(state),
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
