@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore.tensor import calc_norm
-from standin import HostWaitError, TooManyLaunchesError, launches, no_host_waits, recorded
+from standin.recording import HostWaitError, TooManyLaunchesError, launches, no_host_waits, recorded
 
 WAITS = {
     "item": lambda x: x.sum().item(),
