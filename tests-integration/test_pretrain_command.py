@@ -102,7 +102,7 @@ REFUSED = {
     "field": ("--field body", "--field body has no effect without --data"),
     "word": ("--tp two", "argument --tp: invalid int value: 'two'"),
     "unknown": ("--tpp 2", "unrecognized arguments: --tpp 2"),
-    "length": ("--seq-length 100000000 --cp 1", "--seq-length 100000000 must be below"),
+    "length": ("--seq-length 100000000 --cp 1", "both must be above --seq-length 100000000"),
     "missing run": (
         "--resume nowhere",
         "--resume nowhere: not a run folder (it has no config.json)",

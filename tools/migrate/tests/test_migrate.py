@@ -207,7 +207,7 @@ def test_lines_are_those_of_the_file_as_it_is_left(
     )
     for options, lines in (["--check"], [4, 9]), ([], [4, 10]):
         main([str(file), *options])
-        told = [one for one in capsys.readouterr().out.splitlines() if "get_pg_size" in one]
+        told = [one for one in capsys.readouterr().out.splitlines() if "get_pg_size: no" in one]
         assert [int(one.split(":")[1]) for one in told] == lines
     written = file.read_text().splitlines()
     assert all("get_pg_size()" in written[line - 1] for line in lines)
@@ -248,6 +248,7 @@ def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
         (6, "get_pg_size", False),
         (9, "is_torch_min_version", False),
         (11, "get_batch_on_this_cp_rank", False),
+        (12, "get_batch_on_this_cp_rank", False),
         (13, "training_log", False),
         (14, "StragglerDetector", False),
         (20, "divide", True),
@@ -285,7 +286,8 @@ def test_every_row_of_the_page_names_the_public_place() -> None:
     page = (HERE.parent / "docs/migration.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     found = [
-        re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \|", row) for row in rows
+        re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \| [\w., -]+ \|", row)
+        for row in rows
     ]
     assert [row for row, match in zip(rows, found, strict=True) if match is None] == []
     places = [match.groups() for match in found if match]
@@ -359,7 +361,8 @@ def test_files_are_rewritten_in_their_place_and_the_rest_is_left(
     assert printed[0].startswith(f"{tree}/broken.py: is not Python that can be read: ")
     told = rf"{tree}/(link|sub/a).py:3: get_pg_size: no group is given, .*"
     assert re.fullmatch(told, printed[1])
-    assert printed[2:] == ["1 file rewritten", "pip install mcore-parallel mcore-tensor"]
+    moves, install = "moves: divide, get_pg_size", "pip install mcore-parallel mcore-tensor"
+    assert printed[2:] == ["1 file rewritten", moves, install]
     (tree / "broken.py").unlink()
     assert main([str(tree), "--check"]) == 0
 
@@ -410,6 +413,59 @@ def test_a_notebook_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixt
     assert book.read_bytes() == before
     told = capsys.readouterr().out
     assert told.startswith(f"{book}:2: megatron.core.utils: left as it is: notebooks are not")
+
+
+@pytest.fixture
+def copied_tree(tmp_path: Path) -> Path:
+    """Files of a copy of Megatron, with relative imports."""
+    root = tmp_path / "copy/megatron/core"
+    for folder in ("models", "transformer"):
+        (root / folder).mkdir(parents=True)
+    (root / "models/a.py").write_text(
+        "from..utils import divide, other\nfrom ..transformer import MegatronModule as M\n"
+        "from .. import utils\nfrom . import b\nutils.get_pg_size()\ndivide(4, 2)\n"
+    )
+    (root / "transformer/__init__.py").write_text("from .module import MegatronModule\n")
+    return root
+
+
+def test_relative_imports_are_followed_in_a_copy_of_megatron(
+    copied_tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = copied_tree.parents[2] / "a.py"
+    shutil.copy(copied_tree / "models/a.py", lone)
+    assert main([str(lone.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert (copied_tree / "models/a.py").read_text() == (
+        "from..utils import other\nfrom mcore.tensor import divide\n"
+        "from mcore.modules import MegatronModule as M\nimport mcore.parallel as mcore_parallel\n"
+        "from . import b\nmcore_parallel.get_pg_size()\ndivide(4, 2)\n"
+    )
+    front = (copied_tree / "transformer/__init__.py").read_text()
+    assert front == "from mcore.modules import MegatronModule\n"
+    assert "a.py:6: get_pg_size: no group is given" in printed
+    assert "2 relative imports left" in printed
+    assert "moves: MegatronModule, divide" in printed
+
+
+@pytest.mark.parametrize(
+    "saver",
+    [
+        "from megatron.core import (\n    dist_checkpointing,\n)\n",
+        "from megatron.core.distributed import DistributedDataParallel as D\n",
+    ],
+)
+def test_entries_stay_in_a_tree_with_megatrons_checkpoints(
+    saver: str, copied_tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied_tree / "b.py").write_text(saver)
+    assert main([str(copied_tree)]) == 0
+    source = (copied_tree / "models/a.py").read_text()
+    assert "from mcore.tensor import divide\nfrom ..transformer import MegatronModule" in source
+    assert "b.py imports: MegatronModule. To move them" in capsys.readouterr().out
+    (copied_tree / "c.py").write_text("from mcore.modules import to_megatron_sharded_state_dict\n")
+    assert main([str(copied_tree)]) == 0
+    assert "from mcore.modules import MegatronModule" in (copied_tree / "models/a.py").read_text()
 
 
 def test_many_files_are_rewritten_by_several_processes(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import GraphStateError
 from mcore.modules.graphs.graphable import GraphableMegatronModule
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import (
     GraphRunner,
     GraphSpec,
+    GraphStateError,
     graph_capturing,
     preserved_state,
 )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import GraphStateError
 from mcore.modules.graphs.local import LocalGraphManager
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
+from mcore.modules.graphs.runner import (
+    GraphedCallable,
+    GraphRunner,
+    GraphStateError,
+    is_graph_capturing,
+)
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
 from mcore.tensor.device import device_of
@@ -198,16 +203,13 @@ class GraphableMegatronModule(MegatronModule):
         self, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the graph: ``hidden_states`` by position, the others by name."""
-        graph_kwargs = dict(kwargs)
-        has_keyword = graph_kwargs.get("hidden_states") is not None
-        if args and has_keyword:
+        hidden_states = kwargs.pop("hidden_states", None)
+        if args and hidden_states is not None:
             raise TypeError("hidden_states is given twice. Pass it by position or by name")
-        if not args and not has_keyword:
+        if not args and hidden_states is None:
             raise TypeError("hidden_states is missing. Pass it")
-        hidden_states = graph_kwargs.pop("hidden_states", None)
-        graph_args = args or (hidden_states,)
-        graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
-        return graph_args, graph_kwargs
+        kwargs["is_first_microbatch"] = self.current_microbatch == 0
+        return args or (hidden_states,), kwargs
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the layer's manager runs this call."""
@@ -252,15 +254,9 @@ class GraphableMegatronModule(MegatronModule):
 
 
 def _check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for index, value in enumerate(args):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"positional argument {index} is a {type(value).__name__}. A graph accepts tensors "
-                "only"
-            )
-    for name, value in kwargs.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"keyword argument {name!r} is a {type(value).__name__}. A graph accepts tensors "
-                "and None only"
-            )
+    for place, value in chain(enumerate(args), kwargs.items()):
+        is_named = isinstance(place, str)
+        if not (isinstance(value, torch.Tensor) or (is_named and value is None)):
+            where = f"keyword argument {place!r}" if is_named else f"positional argument {place}"
+            accepted = "tensors and None" if is_named else "tensors"
+            raise TypeError(f"{where} is a {type(value).__name__}. A graph accepts {accepted} only")
