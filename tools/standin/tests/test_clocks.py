@@ -95,7 +95,9 @@ def test_a_pinned_source_may_change_after_a_wait(accelerator, waits):
     if waits:
         assert [copied.tolist() for copied in copies] == [[1.0] * 3] * 2
     else:
-        with pytest.raises(RaceError, match=r"before its copy to the device, at .*test_clocks.py:\d+"):
+        with pytest.raises(
+            RaceError, match=r"before its copy to the device, at .*test_clocks.py:\d+"
+        ):
             torch.accelerator.synchronize()
 
 
