@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,66 +22,39 @@ _libraries: list[Any] = []
 _forever = ExitStack()
 
 
-def _set_device(device: Any) -> None:
-    guard.set_current_index(clocks.resolve(device).index)
-
-
-@contextmanager
-def _use_device(device: Any) -> Iterator[None]:
-    previous = guard.current_index()
-    _set_device(device)
-    try:
-        yield
-    finally:
-        guard.set_current_index(previous)
-
-
-def _seed_all(seed: int) -> None:
-    for generator in default_generators:
-        generator.manual_seed(seed)
-
-
-def _generator(device: Any) -> Generator:
+def _generator(device: Any = None) -> Generator:
     return default_generators[clocks.resolve(device).index]
 
 
-# The functions of torch.cuda and torch.accelerator that are needed.
-backend: Any = SimpleNamespace(
-    is_on=False,
-    is_available=lambda: backend.is_on,
-    is_initialized=lambda: backend.is_on,
-    device_count=lambda: COUNT if backend.is_on else 0,
-    init=lambda: None,
-    _is_in_bad_fork=lambda: False,
-    Stream=clocks.Stream,
-    Event=clocks.Event,
-    stream=lambda stream: stream or nullcontext(),
-    current_stream=clocks.current_stream,
-    default_stream=clocks.default_stream,
-    set_stream=clocks.set_stream,
-    synchronize=clocks.synchronize,
-    current_device=guard.current_index,
-    set_device=_set_device,
-    device=_use_device,
-    CUDAGraph=graphs.Graph,
-    graph=graphs.graph,
-    graph_pool_handle=graphs.graph_pool_handle,
-    is_current_stream_capturing=lambda: bool(recording.captures),
-    default_generators=default_generators,
-    manual_seed=lambda seed: _generator(None).manual_seed(seed),
-    manual_seed_all=_seed_all,
-    get_rng_state=lambda device=None: _generator(device).get_state(),
-    set_rng_state=lambda state, device=None: _generator(device).set_state(state),
-    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-)
-_accelerator = {
+_STREAMS = {"Stream": clocks.Stream, "Event": clocks.Event}
+# The functions of torch.accelerator and torch.cuda that are needed.
+_ACCELERATOR = {
     "current_stream": clocks.current_stream,
     "set_stream": clocks.set_stream,
     "synchronize": clocks.synchronize,
     "memory_stats": lambda device=None: memory.read_stats(clocks.resolve(device).index),
     "reset_peak_memory_stats": lambda device=None: memory.reset_peaks(clocks.resolve(device).index),
-    "empty_cache": lambda: None,
 }
+backend: Any = SimpleNamespace(
+    **_STREAMS,
+    **_ACCELERATOR,
+    is_on=False,
+    is_available=lambda: backend.is_on,
+    device_count=lambda: COUNT if backend.is_on else 0,
+    _is_in_bad_fork=lambda: False,
+    current_device=guard.current_index,
+    set_device=lambda device: guard.set_current_index(clocks.resolve(device).index),
+    device=lambda device: torch.accelerator.device_index(clocks.resolve(device).index),
+    CUDAGraph=graphs.Graph,
+    graph=graphs.graph,
+    graph_pool_handle=lambda: (0, next(graphs.numbers)),
+    is_current_stream_capturing=lambda: bool(recording.captures),
+    default_generators=default_generators,
+    manual_seed_all=lambda seed: [one.manual_seed(seed) for one in default_generators],
+    get_rng_state=lambda device=None: _generator(device).get_state(),
+    set_rng_state=lambda state, device=None: _generator(device).set_state(state),
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+)
 
 
 def register() -> None:
@@ -102,16 +75,16 @@ def register() -> None:
 def switched_on() -> Iterator[torch.device]:
     """Make the stand-in the accelerator of this process in a block."""
     register()
-    torch_names = {"Stream": clocks.Stream, "Event": clocks.Event, "Generator": Generator}
+    patches: dict[Any, dict[str, Any]] = {
+        torch: {**_STREAMS, "Generator": Generator, **memory.make_factories()},
+        torch.accelerator: _ACCELERATOR,
+        torch.Tensor: {"is_pinned": memory.is_pinned, "pin_memory": memory.pin},
+        torch.UntypedStorage: {"__new__": memory.new_storage},
+    }
     with ExitStack() as stack:
-        for place, names in (
-            (torch, torch_names | memory.make_factories()),
-            (torch.accelerator, _accelerator),
-            (torch.Tensor, {"is_pinned": memory.is_pinned, "pin_memory": memory.pin}),
-            (torch.UntypedStorage, {"__new__": memory.new_storage}),
-            (backend, {"is_on": True}),
-        ):
+        for place, names in patches.items():
             stack.enter_context(mock.patch.multiple(place, **names))
+        stack.enter_context(mock.patch.object(backend, "is_on", new=True))
         for reset in (clocks.reset, lambda: guard.set_current_index(0)):
             reset()
             stack.callback(reset)

@@ -9,9 +9,9 @@ not waited for leave poison in their destination on the host.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,17 +45,16 @@ class Clocks:
     """Which launches of each stream the other streams and the host have waited for."""
 
     def __init__(self) -> None:
-        self._views: dict[Key, dict[Key, int]] = {HOST: {}}
+        self.views: defaultdict[Key, dict[Key, int]] = defaultdict(dict)
         # The latest accesses to each storage. The lists are replaced, never changed.
         self.accesses: dict[int, list[Access]] = {}
         self._pending: list[tuple[Key, int, Callable[[], object]]] = []
 
     def launch(self, key: Key) -> int:
         """Return the number of a new launch on a stream, which follows all that the host saw."""
-        view = self._views.setdefault(key, {})
-        _merge(view, self._views[HOST])
-        view[key] = view.get(key, 0) + 1
-        return view[key]
+        self.wait(key, self.views[HOST])
+        self.views[key][key] = self.views[key].get(key, 0) + 1
+        return self.views[key][key]
 
     def run(
         self,
@@ -94,13 +93,10 @@ class Clocks:
             self._note(tensor, key, number, is_write=True)
         return result
 
-    def read_view(self, key: Key) -> dict[Key, int]:
-        """Return the launches that a stream has waited for, and its latest one."""
-        return dict(self._views.get(key, {}))
-
     def wait(self, key: Key, view: dict[Key, int]) -> None:
         """Let a stream or the host wait for a view."""
-        _merge(self._views.setdefault(key, {}), view)
+        known = self.views[key]
+        known.update({one: max(number, known.get(one, 0)) for one, number in view.items()})
         if key == HOST:
             done = [item for item in self._pending if self.has_seen(HOST, *item[:2])]
             self._pending = [item for item in self._pending if item not in done]
@@ -109,11 +105,11 @@ class Clocks:
 
     def has_seen(self, viewer: Key, key: Key, number: int) -> bool:
         """Return whether a stream or the host has waited for a launch."""
-        return viewer == key or self._views.get(viewer, {}).get(key, 0) >= number
+        return viewer == key or self.views[viewer].get(key, 0) >= number
 
     def when_host_waits(self, key: Key, finish: Callable[[], object]) -> None:
         """Call a function as soon as the host has waited for the latest launch of a stream."""
-        self._pending.append((key, self._views[key][key], finish))
+        self._pending.append((key, self.views[key][key], finish))
 
     def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
         (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
@@ -133,11 +129,6 @@ class Clocks:
             for one in self.accesses.get(tensor.untyped_storage().data_ptr(), ())
             if one.start < high and low < one.end and not self.has_seen(key, one.key, one.number)
         ]
-
-
-def _merge(view: dict[Key, int], other: dict[Key, int]) -> None:
-    for key, number in other.items():
-        view[key] = max(number, view.get(key, 0))
 
 
 def find_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -169,9 +160,14 @@ class Stream:
         self.key: Key = (self.device.index, self.stream_id)
         self._previous: list[tuple[Stream, int]] = []
 
+    @property
+    def view(self) -> dict[Key, int]:
+        """The launches that the stream has waited for, and its latest one."""
+        return clocks.views[self.key]
+
     def wait_stream(self, other: Stream) -> None:
         """Let later launches wait for the launches of another stream until now."""
-        clocks.wait(self.key, clocks.read_view(other.key))
+        clocks.wait(self.key, other.view)
 
     def wait_event(self, event: Event) -> None:
         """Let later launches wait for an event."""
@@ -186,7 +182,7 @@ class Stream:
     def synchronize(self) -> None:
         """Let the host wait."""
         recording.note("waits", "Stream.synchronize")
-        clocks.wait(HOST, clocks.read_view(self.key))
+        clocks.wait(HOST, self.view)
 
     def __enter__(self) -> Stream:
         """Make the stream and its device current."""
@@ -221,12 +217,8 @@ class Event:
             )
         self._is_captured = bool(recording.captures)
         clocks.launch(stream.key)
-        self.view = clocks.read_view(stream.key)
+        self.view = dict(stream.view)
         self._time_s, self._was_asked = time.perf_counter(), False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait, by default the current one."""
-        (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
         """Return whether the event was reached. It is reached between two calls."""
@@ -248,9 +240,7 @@ class Event:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         self._refuse_captured()
         end._refuse_captured()
-        if self._time_s is None or end._time_s is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if not (self._is_known() and end._is_known()):
+        if not (self._time_s and end._time_s and self._is_known() and end._is_known()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end._time_s - self._time_s) * 1e3
 
@@ -273,20 +263,10 @@ def resolve(device: Any) -> torch.device:
     return torch.device(NAME, current_index()) if found.index is None else found
 
 
-@functools.cache
-def _make_default_stream(index: int) -> Stream:
-    return Stream(index, number=0)
-
-
-def default_stream(device: Any = None) -> Stream:
-    """Return the stream 0 of a device."""
-    return _make_default_stream(resolve(device).index)
-
-
 def current_stream(device: Any = None) -> Stream:
-    """Return the current stream of a device."""
+    """Return the current stream of a device, at first its stream 0."""
     index = resolve(device).index
-    return _current.get(index) or default_stream(index)
+    return _current.setdefault(index, Stream(index, number=0))
 
 
 def set_stream(stream: Stream) -> None:
@@ -299,5 +279,5 @@ def synchronize(device: Any = None) -> None:
     """Let the host wait for all streams of a device."""
     recording.note("waits", "synchronize")
     index = resolve(device).index
-    for key in [key for key in clocks._views if key[0] == index]:
-        clocks.wait(HOST, clocks.read_view(key))
+    for key in [key for key in clocks.views if key[0] == index]:
+        clocks.wait(HOST, clocks.views[key])

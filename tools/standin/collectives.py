@@ -104,19 +104,8 @@ class DeviceWork(Work):
         """Let the current stream wait. The host does not."""
         self._finish()
         stream = current_stream(torch.device(NAME, self._key[0]))
-        clocks.wait(stream.key, clocks.read_view(self._key))
+        clocks.wait(stream.key, clocks.views[self._key])
         return True
-
-    def is_completed(self) -> bool:
-        """Return whether all ranks have arrived."""
-        return bool(self._work.is_completed())
-
-    def get_future(self) -> Any:
-        """Return a future of the results, for which the current stream has waited."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result([original for original, _ in self._results])
-        return future
 
     def _finish(self) -> None:
         if self._is_done:  # gloo's receives never end a second time
@@ -158,7 +147,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     stream = current_stream(tensors[0].device)
     key = (stream.device.index, communicator.stream)
     clocks.run(stream.key, tensors, [], copy_all)
-    clocks.wait(key, clocks.read_view(stream.key))
+    clocks.wait(key, stream.view)
     results = [] if name in ("send", "barrier") else tree_leaves(args[0])
     outcome = op(*tree_map(convert, args), **kwargs)
     clocks.run(key, tensors, results, lambda: None)

@@ -13,12 +13,38 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
-from standin import recording, rules
+from standin import recording
 from standin.clocks import HOST, POISON, Key, RaceError, clocks, current_stream, find_range
 from standin.generators import default_generators, find_state
 from standin.guard import current_index
 from standin.memory import NAME, is_device, is_pinned, to_device, to_host
 
+# Ops that themselves move tensors between devices.
+_ANY_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "set_", "_foreach_copy_"}
+# Indices may be on the CPU: torch moves them to the indexed tensor's device, which waits.
+_INDEXED = {"index", "index_put_", "_index_put_impl_", "index_put", "_unsafe_index"}
+# A tensor of the CPU without dimensions is a number for them. Others are found by their tag.
+_NUMBERS = {"where", "masked_fill_", "masked_fill", "index_fill_", "fill_", "lerp", "lerp_"}
+_WAITS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "equal", "bincount", "is_set_to",
+}  # fmt: skip
+# Kernels of the CPU that CUDA does not have: ops, formats, the message, and its source.
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
+    # https://github.com/pytorch/pytorch/issues/127176, and AmpKernels.cu for 8 bits
+    ({_UNSCALE}, {torch.bfloat16} | _FLOAT8, f"{_UNSCALE}cuda"),
+    # https://github.com/pytorch/pytorch/issues/44428, integers: cuBLAS has no such product
+    ({"mm", "addmm", "addmv", "mv"}, _INTEGERS, "addmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/11936
+    ({"bmm", "baddbmm"}, _INTEGERS, "baddbmm_cuda"),
+    # https://github.com/pytorch/pytorch/issues/158313 and intel/torch-xpu-ops issue 1939
+    ({"add", "sub"}, _FLOAT8, "ufunc_add_CUDA"),
+    ({"mul"}, _FLOAT8, "mul_cuda"),
+    ({"div"}, _FLOAT8, "div_true_cuda"),
+]
 _CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 # Views of the same memory: the CPU's kernels make them on any device.
 _VIEWS = {
@@ -28,52 +54,142 @@ _VIEWS = {
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
+class Op:
+    """Facts on an op, from its schema: names of its arguments, of those it changes, of results."""
+
+    def __init__(self, op: Any) -> None:
+        arguments = op._schema.arguments
+        self.name = op._schema.name.removeprefix("aten::")
+        self.full_name = str(op)
+        self.types = {a.name: str(a.type) for a in arguments}
+        self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
+        self.outs = {a.name for a in arguments if a.is_out}
+        self.is_pointwise = torch.Tag.pointwise in op.tags or self.name in _NUMBERS
+        is_seeded = torch.Tag.nondeterministic_seeded in op.tags
+        self.is_random = is_seeded or "generator" in self.types
+
+
+describe_op = functools.cache(Op)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
+    """Return the device of an op's tensors, None without any. Raises if they have several."""
+    tensors = {name: tensors_in(value) for name, value in named.items()}
+    if op.name in _ANY_DEVICE:
+        rows: list[Any] = []
+    elif op.name.startswith("_foreach_"):  # tensors of two places need not share a device
+        lists = [t for name, t in tensors.items() if t and t[0] is not named[name]]
+        single = [t for name, t in tensors.items() if t and t[0] is named[name]]
+        rows = [*zip(*lists, strict=False), *([*one, lists[0][0]] for one in single)]
+    else:
+        rows = [[one for name, found in tensors.items() for one in found
+                 if is_device(one) or not _may_be_on_host(op, name, one)]]  # fmt: skip
+    for row in rows:
+        devices = sorted({str(tensor.device) for tensor in row})
+        if len(devices) > 1:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{devices[0]} and {devices[1]}! (when checking arguments of {op.full_name})"
+            )
+    return next((one.device for found in tensors.values() for one in found if is_device(one)), None)
+
+
+def _may_be_on_host(op: Op, name: str, tensor: torch.Tensor) -> bool:
+    if op.name in _INDEXED and name == "indices":
+        return True
+    is_number = tensor.dim() == 0 and name not in op.written
+    return is_number and (op.is_pointwise or (op.name in _INDEXED and name == "values"))
+
+
+def refuse_absent(op: Op, named: dict[str, Any]) -> None:
+    """Raise if CUDA has no kernel for an op and its formats."""
+    dtypes = {tensor.dtype for value in named.values() for tensor in tensors_in(value)}
+    for names, formats, kernel in _ABSENT:
+        for dtype in dtypes & formats if op.name in names else ():
+            title = str(dtype).removeprefix("torch.")
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
+
+
+def count_kernels(op: Op, named: dict[str, Any]) -> int:
+    """Return 1, or for lists that CUDA's kernels cannot process together, one for each tensor."""
+    if not op.name.startswith("_foreach_"):
+        return 1
+    lists = [tensors_in(value) for value in named.values() if isinstance(value, (list, tuple))]
+    lists = [tensors for tensors in lists if tensors]
+    groups = lists if op.name == "_foreach_copy_" else [[t for one in lists for t in one]]
+    has_kernel = all(
+        len({(t.dtype, t.device) for t in group}) == 1 and is_device(group[0]) for group in groups
+    )
+    same = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in zip(*lists, strict=False))
+    return 1 if has_kernel and same else len(lists[0])
+
+
+def does_wait(op: Op, named: dict[str, Any]) -> bool:
+    """Return whether the host waits: for a number of elements, or as it moves an index."""
+    if op.name == "repeat_interleave":
+        return named.get("output_size") is None
+    if op.name not in _INDEXED:
+        return op.name in _WAITS
+    indices = tensors_in(named["indices"])
+    masks = [tensor for tensor in indices if tensor.dtype in (torch.bool, torch.uint8)]
+    if "values" in named and named["values"].numel() == 1 and len(masks) == len(indices):
+        masks = []  # becomes masked_fill_
+    return bool(masks) or not all(map(is_device, indices))
+
+
 def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run one op. Kernels of the CPU compute on the same memory."""
-    facts = rules.describe_op(op)
+    facts = describe_op(op)
     if facts.name in _VIEWS or (facts.name == "set_" and len(args) > 1):
         return op.redispatch(_CPU_KEYS, *args, **kwargs)
     if facts.name == "resize_":
         return _resize(*args[:2])
     named = dict(zip(facts.types, args, strict=False)) | kwargs
-    device = rules.find_device(facts, named)
+    device = find_device(facts, named)
     if facts.name in ("_copy_from", "_copy_from_and_resize"):
         return copy(named["dst"], named["self"], bool(named.get("non_blocking")))
     if isinstance(asked := named.get("device"), torch.device):
         device = asked if asked.type == NAME else None
     index = current_index() if device is None or device.index is None else device.index
-    rules.refuse_absent(facts, named)
+    refuse_absent(facts, named)
     if facts.name not in _ALLOCATIONS:
-        for _ in range(rules.count_kernels(facts, named)):
+        for _ in range(count_kernels(facts, named)):
             recording.note("ops", facts.name)
-    waits = rules.does_wait(facts, named)
+    waits = does_wait(facts, named)
     if waits:
         recording.note("waits", facts.name)
     first: list[Any] = []
 
+    def wrap(leaf: Any) -> Any:
+        if device is None or not isinstance(leaf, torch.Tensor) or is_device(leaf):
+            return leaf
+        recording.note("allocations", "allocation")
+        return to_device(leaf, index)
+
     def work() -> Any:
         result = _compute(op, facts, named, index)
         if not first:
-            if device is not None:
-                result = tree_map(lambda leaf: _wrap(leaf, index), result)
+            result = tree_map(wrap, result)
             first.extend(tree_leaves(result))
         for made, again in zip(first, tree_leaves(result), strict=True):
             if isinstance(again, torch.Tensor) and made is not again:
                 to_host(made).copy_(again)  # a replay computes into the memory of the capture
         return result
 
-    pairs = [(name, tensor) for name, value in named.items() for tensor in rules.tensors_in(value)]
+    pairs = [(name, tensor) for name, value in named.items() for tensor in tensors_in(value)]
     written = [tensor for name, tensor in pairs if name in facts.written and is_device(tensor)]
     read = [tensor for name, tensor in pairs if name not in facts.outs and is_device(tensor)]
     result = _launch(index, read, written, work)
     if written and facts.name.startswith("_foreach_"):
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
     if waits:
-        key = current_stream(index).key
-        clocks.wait(HOST, clocks.read_view(key))
-    made = sum(is_device(leaf) and all(leaf is not t for _, t in pairs) for leaf in first)
-    for _ in range(made):
-        recording.note("allocations", "allocation")
+        clocks.wait(HOST, current_stream(index).view)
     return result
 
 
@@ -89,7 +205,7 @@ def _launch(
     return result
 
 
-def _compute(op: Any, facts: rules.Op, named: dict[str, Any], index: int) -> Any:
+def _compute(op: Any, facts: Op, named: dict[str, Any], index: int) -> Any:
     """Run the kernel of the CPU. Arguments among its results are those that were given."""
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -133,11 +249,6 @@ def _draw(op: Any, arguments: dict[str, Any], index: int) -> Any:
     return result
 
 
-def _wrap(leaf: Any, index: int) -> Any:
-    is_new = isinstance(leaf, torch.Tensor) and not is_device(leaf)
-    return to_device(leaf, index) if is_new else leaf
-
-
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     """Copy between memories or on the device, with the waits of CUDA."""
     comes, stays = is_device(target), is_device(source) and is_device(target)
@@ -162,7 +273,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torc
     _launch(stream.device.index, read, written, work)
     ends.wait_stream(stream)
     if not is_free:
-        clocks.wait(HOST, clocks.read_view(stream.key))
+        clocks.wait(HOST, stream.view)
     elif is_late:
         low, high = find_range(target)
         ctypes.memset(low, POISON, high - low)
@@ -192,15 +303,10 @@ def _to_copy(
 
 
 def _resize(tensor: torch.Tensor, size: Any) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    end = tensor.storage_offset() + math.prod(size)
-    if end * tensor.element_size() > storage.nbytes():
-        fresh = torch.empty(end, dtype=tensor.dtype, device=tensor.device)
-        old = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-        fresh[: old.numel()].copy_(old)
-        storage = fresh.untyped_storage()
-    tensor.set_(storage, tensor.storage_offset(), size)  # type: ignore[call-overload]
-    return tensor
+    fresh = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    number = min(fresh.numel(), tensor.numel())
+    fresh.flatten()[:number].copy_(tensor.flatten()[:number])
+    return tensor.set_(fresh.untyped_storage(), 0, tuple(size))  # type: ignore[call-overload, no-any-return]
 
 
 def _attend(
@@ -212,14 +318,13 @@ def _attend(
              for one in (query, key, value, attn_mask)]  # fmt: skip
     choice = torch.ops.aten._fused_sdp_choice(*hosts, dropout_p, is_causal, **settings)
     if choice != SDPBackend.FLASH_ATTENTION.value:
-        plain = torch.ops.aten._scaled_dot_product_attention_math
-        return plain(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)[0]
+        attend = torch.ops.aten._scaled_dot_product_attention_math
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
-        added = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = added.masked_fill_(~attn_mask, -math.inf)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    masked = functools.partial(flash, attn_mask=attn_mask, scale=settings.get("scale"))
-    return masked(query, key, value, dropout_p, is_causal)[0]
+        attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    masked = {"attn_mask": attn_mask, "scale": settings.get("scale")}
+    return attend(query, key, value, dropout_p, is_causal, **masked)[0]
 
 
 def register_ops() -> list[Any]:

@@ -41,10 +41,6 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
         self.state.manual_seed(seed)
         return self
 
-    def initial_seed(self) -> int:
-        """Return the seed."""
-        return int(self.state.initial_seed())
-
     def get_state(self) -> torch.Tensor:
         """Return a copy of the state, on the CPU."""
         recording.refuse_in_capture("get_state")
@@ -90,8 +86,7 @@ def find_state(generator: Any) -> Any:
 
     Torch's dispatcher passes a generator on without its Python class.
     """
-    found = _made.get(generator._cdata)
-    return None if found is None else found.state
+    return getattr(_made.get(generator._cdata), "state", None)
 
 
 def make_default_generators() -> None:

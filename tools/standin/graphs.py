@@ -21,13 +21,8 @@ import torch
 from standin import recording
 from standin.clocks import POISON, Stream, clocks, current_stream, find_range, synchronize
 
-_numbers = itertools.count(1)
+numbers = itertools.count(1)  # of pools
 _pools: defaultdict[tuple[int, int], list[weakref.ref[Graph]]] = defaultdict(list)
-
-
-def graph_pool_handle() -> tuple[int, int]:
-    """Return a handle of new memory for captures to share."""
-    return (0, next(_numbers))
 
 
 class Graph:
@@ -47,7 +42,7 @@ class Graph:
         self._device = current_stream().device
         if current_stream().stream_id == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
-        self._members = _pools[pool or graph_pool_handle()]
+        self._members = _pools[pool or (0, next(numbers))]
         self._members.append(weakref.ref(self))
         self._accesses = dict(clocks.accesses)
         recording.captures.append(self)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from standin.memory import COUNT, NAME
 
@@ -63,12 +64,9 @@ def _read_slots() -> list[str]:
 
 def find_problem() -> str | None:
     """Return why this torch cannot have the stand-in, None if it can."""
-    if not hasattr(torch.utils, "backend_registration") or not hasattr(
-        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
-    ):
+    has_devices = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    if not has_devices or not set(_METHODS) <= set(_read_slots()):
         return f"torch {torch.__version__} has no devices written in Python"
-    if not _HEADER.exists() or not {"deviceCount", "setDevice"} <= set(_read_slots()):
-        return f"torch {torch.__version__} has no {_HEADER.name} that is understood"
     # The stand-in itself is the accelerator once it is registered.
     if torch._C._get_accelerator().type not in ("cpu", NAME) or torch.version.cuda is not None:
         return "torch has another accelerator"

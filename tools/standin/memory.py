@@ -83,7 +83,8 @@ def new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """Make a ``torch.UntypedStorage``: torch has no allocator for the stand-in."""
     if device is not None and torch.device(device).type == NAME:
         return torch.empty(args[0], dtype=torch.uint8, device=device).untyped_storage()
-    return torch._C.StorageBase.__new__(cls, *args, device=device, **kwargs)
+    make: Any = torch._C.StorageBase.__new__
+    return make(cls, *args, device=device, **kwargs)
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:

@@ -44,11 +44,6 @@ def on_each_device(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    previous = torch.get_default_device()
-    torch.set_default_device(device)
-    try:
-        with recorded() as record:
-            yield
-    finally:
-        torch.set_default_device(None if previous.type == "cpu" else previous)
+    with device, recorded() as record:
+        yield
     assert record.ops, "the test ran nothing on the stand-in"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -52,19 +53,15 @@ def recorded(*, may_wait: bool = True) -> Iterator[Record]:
 
 
 @contextmanager
-def launches(*, at_most: int, allocations: int | None = None) -> Iterator[Record]:
+def launches(*, at_most: int, allocations: float = math.inf) -> Iterator[Record]:
     """Check that a block starts at most so many device ops, and allocates at most so often."""
     with recorded() as record:
         yield record
-    num_ops, num_allocations = record.ops.total(), record.allocations.total()
-    if num_ops > at_most or (allocations is not None and num_allocations > allocations):
+    if record.ops.total() > at_most or record.allocations.total() > allocations:
         counts = (record.ops + record.allocations).most_common()
-        rows = [f"  {number:4d} x {what} at {line}" for (what, line), number in counts]
-        limit = "any number" if allocations is None else allocations
-        raise TooManyLaunchesError(
-            f"{num_ops} device ops and {num_allocations} allocations, permitted are {at_most} and "
-            f"{limit}:\n" + "\n".join(rows)
-        )
+        rows = [f"{number:6d} x {what} at {line}" for (what, line), number in counts]
+        title = f"more than {at_most} device ops or {allocations} allocations:"
+        raise TooManyLaunchesError("\n".join([title, *rows]))
 
 
 @contextmanager

@@ -494,8 +494,27 @@ def test_entries_of_mixed_models_are_converted_both_ways(megatron):
     assert back == mixed
     assert back["model"]["m.linear.weight"].data is root.linear.weight
     assert to_megatron_sharded_state_dict(theirs)["model"]["m.linear.weight"] is weight
-    with pytest.raises(ValueError, match=r"ShardedTensorFactory\. Resolve it with"):
-        from_megatron_sharded_state_dict([megatron.ShardedTensorFactory("k")])
+    factory = megatron.ShardedTensorFactory("k")
+    factory.build = lambda: {"part": [weight]}
+    [built] = from_megatron_sharded_state_dict([factory])
+    assert built == {"part": [entries["m.linear.weight"]]}
+    weight.flattened_range = slice(0, 3)
+    with pytest.raises(ValueError, match="flattened range slice"):
+        from_megatron_sharded_state_dict(theirs)
+
+
+def test_a_field_that_their_release_lacks_is_dropped_only_without_a_value(megatron):
+    names = [one.name for one in dataclasses.fields(ShardedTensor)]
+    theirs = dataclasses.make_dataclass("ShardedTensor", names[:-2])
+    theirs.__module__ = megatron.__name__
+    megatron.ShardedTensor = theirs
+    entry = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    converted = to_megatron_sharded_state_dict([entry])
+    assert type(converted[0]) is theirs
+    assert from_megatron_sharded_state_dict(converted) == [entry]
+    entry.allow_shape_mismatch = True
+    with pytest.raises(ValueError, match="has no allow_shape_mismatch"):
+        to_megatron_sharded_state_dict([entry])
 
 
 def test_entries_for_a_megatron_that_is_missing_are_refused(monkeypatch):

@@ -1,4 +1,4 @@
-"""Wrong programs read poison or are refused, and the same programs with their waits read numbers."""
+"""Programs without a wait read poison or are refused, and with it they read numbers."""
 
 import math
 

@@ -261,10 +261,7 @@ def _split_per_sequence(
 
 
 def _check_one_length(
-    batch: dict[str, Any],
-    dims: dict[str, int],
-    seq_dims: dict[str, int | None],
-    num_chunks: int,
+    batch: dict[str, Any], dims: dict[str, int], seq_dims: dict[str, int | None], num_chunks: int
 ) -> None:
     """Raise ValueError unless the tensors are slices of the same rows of one sequence length."""
     first = "tokens" if "tokens" in dims else next(iter(dims))
@@ -334,9 +331,7 @@ def _split_packed(
 
 
 def _split_hybrid(
-    batch: dict[str, Any],
-    group_func: Callable[..., Any] | None,
-    seq_dims: dict[str, int | None],
+    batch: dict[str, Any], group_func: Callable[..., Any] | None, seq_dims: dict[str, int | None]
 ) -> dict[str, Any]:
     size = _read_local_cp_size(batch.get("local_cp_size"))
     if size == 1:

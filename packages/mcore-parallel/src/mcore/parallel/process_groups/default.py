@@ -23,7 +23,7 @@ _Group = TypeVar("_Group")
 _warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slot:
     """A default and a weak reference to the world group at that time."""
 
@@ -31,9 +31,8 @@ class _Slot:
     world: ref[dist.ProcessGroup] | None = None
 
     def is_stale(self) -> bool:
-        world = None if self.world is None else self.world()
-        is_gone = self.world is not None and world is None
-        return self.groups is not None and (is_gone or world is not _find_world())
+        # References to one world are equal. A reference to a world that is gone equals no other.
+        return self.groups is not None and self.world != _refer_to_world()
 
 
 # A plain global and not a contextvar: autograd and data-loader threads must see the value too.
@@ -41,30 +40,18 @@ _lock = threading.Lock()
 _slot = _Slot()
 
 
-def _find_world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if is_distributed() else None
+def _refer_to_world() -> ref[dist.ProcessGroup] | None:
+    return ref(cast("dist.ProcessGroup", dist.group.WORLD)) if is_distributed() else None
 
 
-def _make_slot(pgs: ProcessGroups | None) -> _Slot:
-    world = _find_world()
-    return _Slot() if pgs is None else _Slot(pgs, None if world is None else ref(world))
-
-
-def _swap(new: _Slot) -> _Slot:
+def _swap(new: _Slot, expected: _Slot | None = None) -> _Slot:
+    """Fill the slot, if it still is as expected, and return its former content."""
     global _slot
     with _lock:
-        old, _slot = _slot, new
+        old = _slot
+        if expected in (None, old):
+            _slot = new
     return old
-
-
-def _drop(stale: _Slot) -> bool:
-    """Empty the slot unless another thread has filled it since. Return whether it was emptied."""
-    global _slot
-    with _lock:
-        if _slot is not stale:
-            return False
-        _slot = _Slot()
-    return True
 
 
 def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | None:
@@ -85,7 +72,7 @@ def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | Non
         >>> set_default_process_groups(ProcessGroups.from_sizes())
         >>> clear_default_process_groups()
     """
-    old = _swap(_make_slot(pgs))
+    old = _swap(_Slot(pgs, _refer_to_world()))
     return None if old.is_stale() else old.groups
 
 
@@ -102,7 +89,7 @@ def get_default_process_groups() -> ProcessGroups | None:
         True
     """
     slot = _slot
-    if slot.is_stale() and _drop(slot):
+    if slot.is_stale() and _swap(_Slot(), slot) is slot:
         warnings.warn(
             "the default ProcessGroups belonged to a torch.distributed world that no longer "
             "exists and was dropped: make a new one and call set_default_process_groups(...)",
@@ -144,7 +131,7 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         >>> get_default_process_groups() is None
         True
     """
-    old = _swap(_make_slot(pgs))
+    old = _swap(_Slot(pgs, _refer_to_world()))
     try:
         yield pgs
     finally:
