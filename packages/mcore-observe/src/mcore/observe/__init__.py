@@ -38,14 +38,15 @@ if TYPE_CHECKING:
         safe_get_rank,
         safe_get_world_size,
     )
-    from mcore.observe.reports.energy import EnergyMonitor
-    from mcore.observe.reports.memory import (
+    from mcore.observe.reports import (
         MEMORY_KEYS,
         MEMORY_KEYS_TABLE,
+        EnergyMonitor,
         report_memory,
+        report_runtime,
+        report_throughput,
         start_memory_history_recording,
     )
-    from mcore.observe.reports.progress import report_runtime, report_throughput
     from mcore.observe.runs.config import (
         ConfigContainer,
         DatasetConfig,
@@ -58,8 +59,7 @@ if TYPE_CHECKING:
         needs_global_state_injection,
         prepare_forward_step_func,
     )
-    from mcore.observe.runs.run_log import RunLog
-    from mcore.observe.runs.state import GlobalState, TrainState
+    from mcore.observe.runs.state import GlobalState, RunLog, TrainState
     from mcore.observe.sinks import (
         CometSink,
         JsonlSink,
@@ -164,19 +164,17 @@ _NAMES = {
     "mcore.observe.rank_logging": (
         "log_on_each_pipeline_stage log_single_rank safe_get_rank safe_get_world_size"
     ),
-    "mcore.observe.reports.energy": "EnergyMonitor",
-    "mcore.observe.reports.memory": (
-        "MEMORY_KEYS MEMORY_KEYS_TABLE report_memory start_memory_history_recording"
+    "mcore.observe.reports": (
+        "EnergyMonitor MEMORY_KEYS MEMORY_KEYS_TABLE report_memory report_runtime "
+        "report_throughput start_memory_history_recording"
     ),
-    "mcore.observe.reports.progress": "report_runtime report_throughput",
     "mcore.observe.runs.config": (
         "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
     ),
     "mcore.observe.runs.forward_step": (
         "maybe_inject_state needs_global_state_injection prepare_forward_step_func"
     ),
-    "mcore.observe.runs.run_log": "RunLog",
-    "mcore.observe.runs.state": "GlobalState TrainState",
+    "mcore.observe.runs.state": "GlobalState RunLog TrainState",
     "mcore.observe.sinks": (
         "CometSink JsonlSink MemorySink MetricSink MlflowSink TensorBoardSink WandbSink"
     ),

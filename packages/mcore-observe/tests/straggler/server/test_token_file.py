@@ -12,7 +12,7 @@ import pytest
 from mcore.observe.straggler.server.controller import Listener
 from mcore.observe.straggler.server.routes import ControllerState
 from mcore.observe.straggler.server.token_file import TokenFile, find_token
-from mcore.observe.straggler_command.command import main
+from mcore.observe.straggler_command.__main__ import main
 from rank_testing.scripts import Script
 
 JOB = """

@@ -12,6 +12,7 @@ from typing import Any
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.scalars import plain_numbers
+from mcore.observe.sinks.secrets import config_params
 
 logger = logging.getLogger(__name__)
 
@@ -121,12 +122,19 @@ def _open(opening: Opening) -> Any:
     try:
         TRACKER.require()
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         if opening.resume_step is not None:
             forget_later_events(folder, opening.resume_step)
         # A killed process loses only the last moments. The writer would keep two minutes.
         queue = opening.settings.tensorboard_queue_size
-        return SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        writer = SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        params = config_params(opening.config)
+        if params and opening.resume_step is None:
+            # Without an experiment's summary, the HParams tab shows all scalars of the run.
+            _, start, _ = hparams(params, {})
+            writer.file_writer.add_summary(start)
+        return writer
     except Exception as error:
         logger.warning("cannot write event files to %s: %s", folder, error)
         return None

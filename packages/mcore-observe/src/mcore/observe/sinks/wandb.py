@@ -113,8 +113,9 @@ class WandbRun(ClientRun[_Connection]):
         """
         self.close(None if exit_code is None else "FAILED" if exit_code else "FINISHED")
 
-    def _get_client(self, connection: _Connection) -> Any:
-        return connection.run
+    def get_client(self) -> Any:
+        """Return W&B's run, waiting until it is open."""
+        return self.open().run
 
     def _get_run_id(self, connection: _Connection) -> str:
         return connection.run_id
@@ -143,7 +144,7 @@ class WandbRun(ClientRun[_Connection]):
     ) -> Sequence[StepMetrics]:
         return [entry for entry in entries if entry.step > connection.last_step]
 
-    def _end(self, connection: _Connection, status: str) -> None:
+    def _end_run(self, connection: _Connection, status: str) -> None:
         _finish(connection.run, status)
         wait_until_written(connection.run)
         super()._settle([entry for entry, _ in self._held])

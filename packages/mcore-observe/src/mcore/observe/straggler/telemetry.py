@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mcore.observe.reports.energy import open_device_handle
+from mcore.observe.reports import open_device_handle
 
 logger = logging.getLogger("mcore.observe.straggler")
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TypeAlias
@@ -57,7 +57,7 @@ _PAST_WINDOWS = _WINDOWS[:2]
 _NUM_EARLIER = 15
 _NUM_NEIGHBOURS = 5
 _MANY = 16  # ranks whose spread shows lasting differences
-_FEWEST, _FEWEST_OF_FEW, _FEWEST_OF_MANY = 8, {1: 15, 2: 10}, 5  # reports, by number of ranks
+_FEWEST, _FEWEST_OF_ONE, _FEWEST_OF_MANY = 12, 15, 5  # reports, by number of ranks
 _LEAST_MEASUREMENTS = 8  # of noise
 _NUM_SAMPLED, _MOST_MEASURED = 512, 8192  # ranks, and values of them, for the noise
 _NUM_MEASURED = (16, 256)  # reports for the noise: at least, at most
@@ -164,8 +164,9 @@ class _SlowRanks:
     @property
     def is_ready(self) -> bool:
         """Whether the noise is known."""
-        fewest = _FEWEST_OF_MANY if self._num >= _MANY else _FEWEST_OF_FEW.get(self._num, _FEWEST)
-        return self._num_reports >= fewest
+        if self._num == 1:
+            return self._num_reports >= _FEWEST_OF_ONE
+        return self._num_reports >= (_FEWEST_OF_MANY if self._num >= _MANY else _FEWEST)
 
     def judge(
         self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float
@@ -195,63 +196,78 @@ class _SlowRanks:
             noise = _Noise(self._measured, min(self._num_reports, len(self._measured)), self._num)
             least = compute_least_excess(math.exp(float(middle + quartile)), iteration_ms)
             if noise.weight >= _LEAST_MEASUREMENTS:
-                self._found = self._find_changed(noise, least)
-                if num_known > 1:
-                    least = max(least, self._relative)
-                    self._found |= self._find_worse(noise, least, num_known, place)
+                self._found = self._compare_with_past(noise, least)
+                self._found |= self._compare_with_peers(noise, least, num_known, place)
         return self._found
 
-    def _find_worse(self, noise: _Noise, least: float, num_known: int, place: int) -> Found:
+    def _compare_with_peers(self, noise: _Noise, least: float, num_known: int, place: int) -> Found:
         """Find ranks that are slower than the faster half of their peers."""
-        found: Found = {}
-        bias = max(0.0, -expected_place(place, num_known) * noise.sigma)
+        if num_known < 2:
+            return {}
         # The variance of a lower quartile of n normal values is 1.86 / n.
         factor = math.sqrt(1 + 1.86 / num_known)
-        chance = self._chance / len(_WINDOWS)
+        return self._test_windows(
+            noise,
+            _WINDOWS,
+            self._quartiles[:, None],
+            factor=factor,
+            bias=max(0.0, -expected_place(place, num_known) * noise.sigma),
+            least=max(least, self._relative),
+            measure=noise.measure_windows,
+        )
+
+    def _compare_with_past(self, noise: _Noise, least: float) -> Found:
+        """Find ranks that have become slower while their peers have not."""
+        latest = _PAST_WINDOWS[-1][0]
+        if self._num_reports < 2 * _NUM_NEIGHBOURS + latest:
+            return {}
+        usual = self._recent[-min(self._num_reports, _NUM_RECENT) : -latest].mean(dim=0)
+        return self._test_windows(
+            noise,
+            _PAST_WINDOWS,
+            usual[None],
+            factor=1.0,
+            bias=0.0,
+            least=max(least, self._individual),
+            measure=noise.measure_changes,
+        )
+
+    def _test_windows(
+        self,
+        noise: _Noise,
+        windows: Sequence[tuple[int, int]],
+        usual: torch.Tensor,
+        *,
+        factor: float,
+        bias: float,
+        least: float,
+        measure: Callable[[int], float],
+    ) -> Found:
+        """Find ranks above the usual values ``[reports, 1 or num]``: level, count and size.
+
+        ``measure`` returns the standard deviation of the mean of a window, and ``factor`` is that
+        of a difference from the usual values.
+        """
+        found: Found = {}
+        chance = self._chance / len(windows)
         multiple = _compute_multiple(chance, noise.weight)
-        for size, count in _WINDOWS:
+        for size, count in windows:
             if size > self._num_reports:
                 break
-            recent = self._recent[-size:]
-            excess = recent.mean(dim=0) - self._quartiles[-size:].mean()
+            leads = self._recent[-size:] - usual[-size:]
+            excess = leads.mean(dim=0)
             excess[self._age > _NUM_RECENT] = torch.nan
-            limit = max(bias + multiple * factor * noise.sigma / math.sqrt(size), least)
+            limit = max(least, bias + multiple * factor * noise.sigma / math.sqrt(size))
             if not (excess >= limit).any():
                 continue
-            sigma = factor * max(noise.measure_windows(size), _measure_spread(recent.mean(dim=0)))
+            sigma = factor * max(measure(size), _measure_spread(excess))
             index = (excess >= max(limit, bias + multiple * sigma)).nonzero().flatten()
-            leads = recent[:, index] - self._quartiles[-size:, None]
             needed = bias + noise.find_quantile(size, count, chance)
-            is_slow = (leads > (excess[index] / 2).clamp(min=needed)).sum(dim=0) >= count
-            index = index[is_slow]
+            is_above = leads[:, index] > (excess[index] / 2).clamp(min=needed)
+            index = index[is_above.sum(dim=0) >= count]
             z = ((excess[index].double() - bias) / sigma).tolist()
             for each, distance in zip(index.tolist(), z, strict=True):
                 found[each] = max(distance, found.get(each, 0.0))
-        return found
-
-    def _find_changed(self, noise: _Noise, least: float) -> Found:
-        """Find ranks that have become slower while their peers have not."""
-        found: Found = {}
-        if self._num_reports < 2 * _NUM_NEIGHBOURS + _PAST_WINDOWS[-1][0]:
-            return found
-        num_known = min(self._num_reports, _NUM_RECENT)
-        usual = self._recent[-num_known : -_PAST_WINDOWS[-1][0]].mean(dim=0)
-        chance = self._chance / len(_PAST_WINDOWS)
-        multiple = _compute_multiple(chance, noise.weight)
-        for size, count in _PAST_WINDOWS:
-            recent = self._recent[-size:]
-            excess = recent.mean(dim=0) - usual
-            excess[self._age > _NUM_RECENT] = torch.nan
-            if not (excess >= max(least, self._individual)).any():
-                continue
-            sigma = max(noise.measure_changes(size), _measure_spread(excess))
-            limit = max(least, self._individual, multiple * sigma)
-            index = (excess >= limit).nonzero().flatten()
-            needed = noise.find_quantile(size, count, chance)
-            leads = recent[:, index] - usual[index]
-            index = index[(leads > (excess[index] / 2).clamp(min=needed)).sum(dim=0) >= count]
-            z = (excess[index].double() / sigma).tolist()
-            found |= dict(zip(index.tolist(), z, strict=True))
         return found
 
 
@@ -321,7 +337,8 @@ class _Noise:
         growth = _GROWTH + self._factor / math.sqrt(past.numel())
         if len(sigmas) < 2 or sigmas[-1] < growth * sigmas[0]:
             return 0.0
-        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE))
+        # Extrapolated: the longest lag of a short past is too short.
+        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE)) ** 2
 
     def _average(self, size: int, *, until: int) -> torch.Tensor:
         past = self._past[:-until]

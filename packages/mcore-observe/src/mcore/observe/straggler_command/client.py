@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import os
@@ -10,7 +11,6 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -22,7 +22,6 @@ from mcore.observe.terminal import plain
 
 TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _MOST_BYTES = 256 * 1024 * 1024  # of a response, decompressed
-_CHUNK_BYTES = 256 * 1024
 MOST_TEXT = 200  # characters of an answer in a message
 _ADDRESS = re.compile(r"(?:http://)?(?:\[([^\]/@]+)\]|([^:/@\[\]\s]+)):(\d{1,5})/?", re.ASCII)
 
@@ -132,7 +131,7 @@ class Client:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
         is_packed = response.getheader("Content-Encoding") == "gzip"
-        body = _read_body(response.read, is_packed=is_packed)
+        body = _read_body(response, is_packed=is_packed)
         if response.length:  # bytes that were announced and are missing
             raise http.client.IncompleteRead(b"")
         try:
@@ -179,23 +178,14 @@ def read_token(file: str | None) -> str | None:
     return token
 
 
-def _read_body(read: Callable[[int], bytes], *, is_packed: bool) -> bytes:
+def _read_body(response: http.client.HTTPResponse, *, is_packed: bool) -> bytes:
     """Read a body to its end. AnswerError if it is too long, or announced as gzip but is not."""
-    body = bytearray()
-    members = zlib.decompressobj(31)  # 31: the gzip format
-    while chunk := read(_CHUNK_BYTES):
-        while chunk:
-            if len(body) > _MOST_BYTES:
-                raise AnswerError(f"its answer has over {_MOST_BYTES} bytes")
-            if not is_packed:
-                body += chunk
-                break
-            try:
-                body += members.decompress(chunk, _MOST_BYTES)
-            except zlib.error as error:
-                raise AnswerError("not a straggler controller: its gzip is damaged") from error
-            # The rest is beyond the limit of one call, or belongs to the next member.
-            chunk = members.unconsumed_tail or members.unused_data
-            if members.eof:
-                members = zlib.decompressobj(31)
-    return bytes(body)
+    try:
+        # A gzip body may have several members.
+        source = gzip.GzipFile(fileobj=response) if is_packed else response
+        body = source.read(_MOST_BYTES + 1)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise AnswerError("not a straggler controller: its gzip is damaged") from error
+    if len(body) > _MOST_BYTES:
+        raise AnswerError(f"its answer has over {_MOST_BYTES} bytes")
+    return body

@@ -90,20 +90,6 @@ class ReportColumns:
 
 
 @dataclass(frozen=True)
-class RankRow:
-    """A rank of the last report. NaN if unknown. ``recent`` ends with ``value``."""
-
-    rank: int
-    host: str
-    device: str
-    value: float
-    times_median: float
-    sensors: dict[str, float]
-    slow_in: tuple[str, ...]
-    recent: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class JobSnapshot:
     """The last answers of a controller. ``error`` is None if the last request was answered."""
 
@@ -128,8 +114,11 @@ class JobSnapshot:
             return None
         return max(0.0, time.time() + self.clock_ahead_s - made)
 
-    def rows(self, most: int) -> list[RankRow]:
-        """The ranks of the last report: slow ranks, then the others, the worst first."""
+    def rows(self, most: int) -> list[dict[str, Any]]:
+        """The ranks of the last report: slow ranks, then the others, the worst first.
+
+        Numbers are NaN if unknown. ``recent`` ends with ``value``.
+        """
         report = self.report
         if report is None:
             return []
@@ -143,16 +132,16 @@ class JobSnapshot:
         )
         median = _compute_median(report.values)
         return [
-            RankRow(
-                rank=report.ranks[at],
-                host=report.hosts[at],
-                device=report.devices[at],
-                value=report.values[at],
-                times_median=report.values[at] / median,
-                sensors={name: values[at] for name, values in report.sensors.items()},
-                slow_in=tuple(slow_in.get(report.ranks[at], ())),
-                recent=tuple(values[at] for values in self.recent),
-            )
+            {
+                "rank": report.ranks[at],
+                "host": report.hosts[at],
+                "device": report.devices[at],
+                "value": report.values[at],
+                "times_median": report.values[at] / median,
+                "slow_in": slow_in.get(report.ranks[at], []),
+                **{name: values[at] for name, values in report.sensors.items()},
+                "recent": tuple(values[at] for values in self.recent),
+            }
             for at in order[:most]
         ]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
-from mcore.observe.reports.memory import report_memory
+from mcore.observe.reports import report_memory
 from mcore.observe.sinks.scalars import as_number
 from mcore.observe.terminal import plain
 from mcore.observe.training_log.measures import Interval, TimerRows, timer_names

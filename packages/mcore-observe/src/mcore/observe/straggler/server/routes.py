@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 
 from mcore.observe.straggler.report import RankComparison, StragglerReport, family, labels
-from mcore.observe.straggler.server.page.answers import (
+from mcore.observe.straggler.server.page_answers import (
     FILE_HEADERS,
     FILE_PATHS,
     PageAnswers,
     read_page_file,
 )
-from mcore.observe.straggler.server.page.history import History
+from mcore.observe.straggler.server.page_history import History
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
@@ -223,7 +223,9 @@ class Router:
                 HTTPStatus.FORBIDDEN,
                 "without a token, requests must go to localhost or the address that listens",
             )
-        if self._is_authorized(authorization) or (method == "GET" and path in FILE_PATHS):
+        if self._is_authorized(authorization, self._expected) or (
+            method == "GET" and path in FILE_PATHS
+        ):
             return None
         self._state.count_refusal()
         text = "wrong token" if authorization else "send the header Authorization: Bearer <token>"
@@ -242,12 +244,10 @@ class Router:
             )
         return methods[method](query)
 
-    def _is_authorized(self, authorization: list[str]) -> bool:
-        if self._expected is None:
-            return True
+    def _is_authorized(self, authorization: list[str], expected: bytes) -> bool:
         # Headers arrive decoded as latin-1: encoding gives the bytes that were sent.
         scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
-        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
+        matches = hmac.compare_digest(given.strip().encode("latin-1"), expected)
         return matches and len(authorization) == 1 and scheme.lower() == "bearer"
 
     def _is_listening_on(self, host: str) -> bool:

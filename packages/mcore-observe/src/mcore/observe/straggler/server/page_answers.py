@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import torch
 
 from mcore.observe.straggler.outliers import Outlier
-from mcore.observe.straggler.server.page.history import MOST_ROWS, SPREAD, Columns, Episode, History
+from mcore.observe.straggler.server.page_history import MOST_ROWS, Episode, History
 
 _FILES = {
     "/ui": ("index.html", "text/html; charset=utf-8"),
@@ -114,7 +114,7 @@ class PageAnswers:
                         summary="worst" if how == "worst" else "median",
                         most_rows=rows,
                     )
-                    self._answers[key] = _describe_columns(columns)
+                    self._answers[key] = _pack_columns(columns)
                 answer["map"] = self._answers[key]
             answer["known"] = history.known()
             answer["oldest"] = history.num_reports - history.num_kept
@@ -185,19 +185,17 @@ class PageAnswers:
         }
 
 
-def _describe_columns(columns: Columns) -> dict[str, Any]:
-    packed = bytearray(columns.codes.numel() * columns.codes.element_size())
+def _pack_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    codes: torch.Tensor = columns["codes"]
+    packed = bytearray(codes.numel() * codes.element_size())
     if packed:  # frombuffer refuses an empty buffer, and numpy is no dependency
-        torch.frombuffer(packed, dtype=columns.codes.dtype).copy_(columns.codes.flatten())
-    spread = zip(*columns.spread, strict=True) if columns.spread else [()] * len(SPREAD)
-    return {
-        "first_report": columns.first_report,
-        "times": [round(one, 3) for one in columns.times],
-        "group": columns.group,
-        "rows": columns.codes.shape[-1],
-        "low": _round_all(columns.low),
-        "high": _round_all(columns.high),
-        "spread": dict(zip(SPREAD, map(_round_all, spread), strict=True)),
+        torch.frombuffer(packed, dtype=codes.dtype).copy_(codes.flatten())
+    return columns | {
+        "times": [round(one, 3) for one in columns["times"]],
+        "rows": codes.shape[-1],
+        "low": _round_all(columns["low"]),
+        "high": _round_all(columns["high"]),
+        "spread": {name: _round_all(values) for name, values in columns["spread"].items()},
         "codes": base64.b64encode(packed).decode("ascii"),
     }
 
