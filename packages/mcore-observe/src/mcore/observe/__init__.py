@@ -12,14 +12,13 @@ from mcore.observe._version import __version__
 
 if TYPE_CHECKING:
     from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
-    from mcore.observe.experts import (
+    from mcore.observe.experts.moe_metrics import (
         MoEMetricsTracker,
-        MTPMetricsTracker,
         _build_moe_metric_writer,
         _MoeMetricFanoutWriter,
         get_moe_metrics_tracker,
-        get_mtp_metrics_tracker,
     )
+    from mcore.observe.experts.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
     from mcore.observe.norms import (
         calc_dtensor_params_l2_norm,
         calc_params_l2_norm,
@@ -153,10 +152,10 @@ __all__ = [
 # neither "import mcore.observe" nor the command mcore-straggler loads torch, which takes seconds.
 _NAMES = {
     "mcore.observe.async_tasks": "get_asyncio_loop trace_async_exceptions",
-    "mcore.observe.experts": (
-        "MoEMetricsTracker MTPMetricsTracker _build_moe_metric_writer _MoeMetricFanoutWriter "
-        "get_moe_metrics_tracker get_mtp_metrics_tracker"
+    "mcore.observe.experts.moe_metrics": (
+        "MoEMetricsTracker _build_moe_metric_writer _MoeMetricFanoutWriter get_moe_metrics_tracker"
     ),
+    "mcore.observe.experts.mtp_metrics": "MTPMetricsTracker get_mtp_metrics_tracker",
     "mcore.observe.norms": "calc_dtensor_params_l2_norm calc_params_l2_norm report_l2_norm_grad",
     "mcore.observe.nvtx": (
         "configure_nvtx_profiling nvtx_decorator nvtx_range nvtx_range_pop nvtx_range_push"

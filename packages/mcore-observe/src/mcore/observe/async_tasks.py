@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 __all__ = ["get_asyncio_loop", "trace_async_exceptions"]
@@ -173,12 +172,8 @@ class _TracedCall:
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error: BaseException | None = raised[1]
         if error is not None and not isinstance(error, Exception):
             return
         if self._stats_key is not None:

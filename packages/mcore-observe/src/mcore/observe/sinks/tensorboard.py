@@ -61,7 +61,7 @@ def forget_later_events(folder: Path, step: int) -> None:
     A writer's ``purge_step`` would treat samples as steps. The n-th value of a scalar over samples
     belongs to the step of the n-th value of the scalar with the same name over steps.
     """
-    for path in _list_files(folder):
+    for path in sorted(folder.glob("events.out.tfevents.*")):
         _rewrite(path, step)
 
 
@@ -101,10 +101,6 @@ def _rewrite(path: Path, step: int) -> None:
             writer.write(event.SerializeToString())
         writer.flush()
     partial.replace(path)
-
-
-def _list_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
 
 
 def _read_events(path: Path) -> Iterator[Any]:

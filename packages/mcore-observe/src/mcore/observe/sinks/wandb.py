@@ -194,13 +194,18 @@ def _connect(
     import wandb
 
     settings = opening.settings
+    records: dict[str, Any] = {}  # that may contain secrets
+    if not getattr(settings, "wandb_log_console", False):
+        records["console"] = "off"
+    if not getattr(settings, "wandb_log_environment", False):
+        records |= {"x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
     options: dict[str, Any] = {
         "project": settings.wandb_project,
         "name": settings.wandb_exp_name,
         "dir": settings.wandb_save_dir,
         "entity": settings.wandb_entity,
         "config": dict(params),
-        "settings": _choose_records(settings),
+        "settings": records,
     }
     if is_new:
         return _Connection(wandb.init(**options, id=run_id), run_id)
@@ -215,16 +220,6 @@ def _connect(
         int(run.step) - 1 if is_online else last_offline_step(settings.wandb_save_dir, run_id)
     )
     return _Connection(run, run_id, last_step)
-
-
-def _choose_records(settings: Any) -> dict[str, Any]:
-    """Return W&B's settings for the records that may contain secrets."""
-    chosen: dict[str, Any] = {}
-    if not getattr(settings, "wandb_log_console", False):
-        chosen["console"] = "off"
-    if not getattr(settings, "wandb_log_environment", False):
-        chosen |= {"x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
-    return chosen
 
 
 def last_offline_step(save_dir: str | None, run_id: str) -> int:

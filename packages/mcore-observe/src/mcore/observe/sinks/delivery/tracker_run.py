@@ -1,4 +1,4 @@
-"""A run of a tracker. One thread opens it, sends its metrics and ends it while training goes on.
+"""A run of a tracker. One thread opens it, sends its metrics and ends it while training continues.
 
 Metrics that wait are in memory, and with a spool in a file too. Only this thread calls the tracker.
 """

@@ -75,7 +75,8 @@ def _remove_stale(folder: Path) -> None:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 _lock(file, is_shared=False)
-                path.unlink()
+                if os.path.samestat(os.fstat(file), path.lstat()):
+                    path.unlink()
             finally:
                 os.close(file)
 
