@@ -13,16 +13,15 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 __all__ = ["get_asyncio_loop", "trace_async_exceptions"]
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
-_Result = TypeVar("_Result")
-_Item = TypeVar("_Item")
-_Sent = TypeVar("_Sent")
+_Task = TypeVar(
+    "_Task", bound=Callable[..., Coroutine[Any, Any, Any]] | Callable[..., AsyncGenerator[Any, Any]]
+)
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _OnError = Literal["exit", "raise"]
 Kind = Literal["async function", "async generator", "generator", "function"]
@@ -82,20 +81,8 @@ def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.A
 
 @overload
 def trace_async_exceptions(
-    func: Callable[_P, Coroutine[Any, Any, _Result]],
-    *,
-    verbose: bool = False,
-    on_error: _OnError = "exit",
-) -> Callable[_P, Coroutine[Any, Any, _Result]]: ...
-
-
-@overload
-def trace_async_exceptions(
-    func: Callable[_P, AsyncGenerator[_Item, _Sent]],
-    *,
-    verbose: bool = False,
-    on_error: _OnError = "exit",
-) -> Callable[_P, AsyncGenerator[_Item, _Sent]]: ...
+    func: _Task, *, verbose: bool = False, on_error: _OnError = "exit"
+) -> _Task: ...
 
 
 @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -577,12 +578,11 @@ def longest_times(
     return {f"{name}-time": seconds / normalizer for name, seconds in longest.items() if seconds}
 
 
-def _format_max(name: str, timed: dict[int, float]) -> str:
-    return f"\n    {_pad_name(name)}: {max(timed.values()):.2f}"
-
-
-def _format_minmax(name: str, timed: dict[int, float]) -> str:
-    return f"\n    {_pad_name(name)}: ({min(timed.values()):.2f}, {max(timed.values()):.2f})"
+def _format_ends(name: str, timed: dict[int, float], *, has_least: bool = True) -> str:
+    least, most = f"{min(timed.values()):.2f}", f"{max(timed.values()):.2f}"
+    return f"\n    {f'{name} '.ljust(_NAME_WIDTH, '.')}: " + (
+        f"({least}, {most})" if has_least else most
+    )
 
 
 def _format_all(name: str, timed: dict[int, float]) -> str:
@@ -590,12 +590,8 @@ def _format_all(name: str, timed: dict[int, float]) -> str:
     return f"\n  {name}:{ranks}"
 
 
-def _pad_name(name: str) -> str:
-    return f"{name} ".ljust(_NAME_WIDTH, ".")
-
-
 OPTIONS: dict[str, tuple[str, Callable[[str, dict[int, float]], str]]] = {
-    "max": ("max time across ranks (ms):", _format_max),
-    "minmax": ("(min, max) time across ranks (ms):", _format_minmax),
+    "max": ("max time across ranks (ms):", functools.partial(_format_ends, has_least=False)),
+    "minmax": ("(min, max) time across ranks (ms):", _format_ends),
     "all": ("times across ranks (ms):", _format_all),
 }

@@ -159,14 +159,8 @@ class GuardedSink:
 
     def close(self, status: str = "FINISHED") -> None:
         """Close the sink with the status of the run, even if it was switched off."""
-
-        def close() -> None:
-            if accepts(self.sink.close, "status"):
-                self.sink.close(status=status)
-            else:
-                self.sink.close()
-
-        self._try("close", close)
+        options = {"status": status} if accepts(self.sink.close, "status") else {}
+        self._try("close", lambda: self.sink.close(**options))
 
     def _try(self, action: str, call: Callable[[], None]) -> None:
         try:

@@ -486,9 +486,17 @@ class _Connect:
             if self.only_new_steps or self.resume_step is not None:
                 found_metrics = client.get_run(self.run_id).to_proto().data.metrics
                 last_steps = {metric.key: metric.step for metric in found_metrics}
-            known = {}
-            if self.resume_step is not None:
-                known = _read_later_values(client, self.run_id, self.resume_step, last_steps)
+            known: dict[str, dict[int, float]] = {}  # after the resumed step, the latest values
+            after = self.resume_step
+            for name, last in last_steps.items():
+                if after is not None and last > after:
+                    # A later value of the same step replaces an earlier one in the dictionary.
+                    history = client.get_metric_history(self.run_id, name)
+                    known[name] = {
+                        metric.step: metric.value
+                        for metric in sorted(history, key=lambda metric: metric.timestamp)
+                        if metric.step > after
+                    }
             connection = MlflowConnection(
                 client,
                 self.run_id,
@@ -496,22 +504,8 @@ class _Connect:
                 last_steps=last_steps if self.only_new_steps else {},
                 known=known,
             )
-            if self.params:
-                _send_params(connection, self.params)
+            _send_params(connection, self.params or {})
         return connection
-
-
-def _read_later_values(
-    client: Any, run_id: str, step: int, last_steps: Mapping[str, int]
-) -> dict[str, dict[int, float]]:
-    """Return the values of a run after a step, by name and step: the latest value of each."""
-    known: dict[str, dict[int, float]] = {}
-    for name, last in last_steps.items():
-        if last > step:
-            # A later value of the same step replaces an earlier one in the dictionary.
-            history = sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)
-            known[name] = {metric.step: metric.value for metric in history if metric.step > step}
-    return known
 
 
 def _is_active(client: Any, run_id: str) -> bool:

@@ -6,6 +6,7 @@ import collections
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,17 @@ def _open(opening: Opening) -> Any:
     try:
         TRACKER.require()
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         if opening.resume_step is not None:
             forget_later_events(folder, opening.resume_step)
         # A killed process loses only the last moments. The writer would keep two minutes.
         queue = opening.settings.tensorboard_queue_size
-        writer = SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        writer: Any = SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
         params = config_params(opening.config)
         if params and opening.resume_step is None:
             # Without an experiment's summary, the HParams tab shows all scalars of the run.
-            _, start, _ = hparams(params, {})
+            summary: Any = import_module("torch.utils.tensorboard.summary")
+            _, start, _ = summary.hparams(params, {})
             writer.file_writer.add_summary(start)
         return writer
     except Exception as error:

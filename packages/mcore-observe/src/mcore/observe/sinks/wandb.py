@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import glob
 import json
 import os
@@ -167,7 +168,10 @@ def _open(opening: Opening) -> WandbRun:
 
             known = wandb.setup().settings
         if known.mode in ("online", "shared"):
-            _probe(known.base_url)
+            # Raises within seconds if no server responds: wandb.init would wait for minutes, and
+            # the library waits for that call even at the end of the process.
+            with contextlib.suppress(urllib.error.HTTPError):  # a response
+                urllib.request.urlopen(known.base_url, timeout=_PROBE_S).close()
         with without_secrets(TRACKER.label):
             is_online = known.mode == "online"
             return _connect(opening, params, run_id, is_new=is_new, is_online=is_online)
@@ -175,17 +179,6 @@ def _open(opening: Opening) -> WandbRun:
     run = WandbRun(connect, name=TRACKER.label, **opening.options())
     run.open_in_background()
     return run
-
-
-def _probe(base_url: str) -> None:
-    """Raise within seconds if no server responds: ``wandb.init`` would wait for minutes.
-
-    The library waits for that call even at the end of the process.
-    """
-    try:
-        urllib.request.urlopen(base_url, timeout=_PROBE_S).close()
-    except urllib.error.HTTPError:  # a response
-        return
 
 
 def _connect(

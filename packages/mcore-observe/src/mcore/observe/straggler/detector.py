@@ -228,7 +228,7 @@ class StragglerDetector:
     @property
     def toggle(self) -> bool:
         """Whether a change of timing is requested on this rank for the end of the next report."""
-        return self._state.status().pending is not None
+        return self._state.status()["pending"] is not None
 
     @property
     def last_report(self) -> StragglerReport | None:
@@ -472,7 +472,8 @@ class StragglerDetector:
         """Count a step, and :meth:`report` about every ``report_every_s`` seconds.
 
         Every rank calls it after every step. At each report the ranks agree on the number of steps
-        to the next, without further communication. The first report is after 16 steps.
+        to the next, without further communication. The first report is after 16 steps. Until a
+        verdict is possible, reports come ten times as often, but not within 16 steps.
 
         Args:
             flops: Operations of the whole job in this step.

@@ -30,14 +30,15 @@ number of ranks, of windows and, for sections, by their number (Bonferroni). Few
 the multiple larger, as with Student's distribution.
 
 Past. Values of the last 3 or 5 reports are compared with the mean of the 15 before them in the same
-way, if ``individual_threshold`` is exceeded. This ends once the slow values are the past.
+way, if ``individual_threshold`` is exceeded, by default 0.96 for a rank without peers. This ends once the slow values are the past.
 
 Memory. 20 values per rank and time, and up to 256 for at most 512 ranks.
 
 It cannot find a rank that was slow for fewer than three reports, or in less than four of five. The
 same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
 change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
-recognised only after about 30 reports.
+recognised only after about 30 reports. Of the first 24 reports of 8 ranks with such noise (5 %, of
+which 90 % remain in the next report), 44 in 1,000 name a healthy rank.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -102,14 +103,9 @@ class Client:
         began = time.monotonic()
         try:
             connection.connect()
-            # A socket's timeout restarts with each byte, so a slow server could exceed it.
             left_s = max(0.01, self._timeout_s - (time.monotonic() - began))
-            with _Deadline(left_s, connection.sock) as deadline:
-                try:
-                    return self._exchange(connection, method, path)
-                finally:
-                    if deadline.has_passed:  # it ends a body without length, too
-                        raise TimeoutError
+            with _limit_time(left_s, connection.sock):
+                return self._exchange(connection, method, path)
         except TimeoutError as error:
             raise AnswerError(f"no answer within {self._timeout_s:g} s") from error
         except socket.gaierror as error:
@@ -141,26 +137,28 @@ class Client:
         return Response(response.status, body.decode("utf-8", "replace"), unix_time)
 
 
-class _Deadline:
-    """Shuts a socket down at the end of a time, which also ends a pending read."""
+@contextmanager
+def _limit_time(seconds: float, connection: socket.socket) -> Iterator[None]:
+    """Shut a socket down at the end of a time, which also ends a pending read. TimeoutError then.
 
-    def __init__(self, seconds: float, connection: socket.socket) -> None:
-        self.has_passed = False
-        self._connection = connection
-        self._timer = threading.Timer(seconds, self._shut_down)
-        self._timer.daemon = True
+    A socket's timeout restarts with each byte, so a slow server could exceed it.
+    """
+    has_passed = threading.Event()
 
-    def __enter__(self) -> _Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._timer.cancel()
-
-    def _shut_down(self) -> None:
-        self.has_passed = True
+    def shut_down() -> None:
+        has_passed.set()
         with suppress(OSError):  # it is closed
-            self._connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if has_passed.is_set():  # it ends a body without length, too
+            raise TimeoutError
 
 
 def read_token(file: str | None) -> str | None:

@@ -76,7 +76,9 @@ class ReportColumns:
                 hosts=tuple(plain(str(host), MOST_TEXT) for host in report["hosts"]),
                 devices=tuple(plain(str(device), MOST_TEXT) for device in report["devices"]),
                 values=_read_values(report, metric) or (math.nan,) * len(report["ranks"]),
-                names=tuple(plain(name, MOST_TEXT) for name in _list_names(report)),
+                names=tuple(
+                    plain(name, MOST_TEXT) for name in (*report["metrics"], *report["sections"])
+                ),
                 sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
                 slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
             )
@@ -174,10 +176,6 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
     is_another_job = before.report is None or report.ranks != before.report.ranks
     recent = () if was_restarted or is_another_job else before.recent
     return replace(after, report=report, recent=(*recent[1 - NUM_KEPT :], report.values))
-
-
-def _list_names(report: dict[str, Any]) -> list[str]:
-    return [*report["metrics"], *report["sections"]]
 
 
 def _read_values(report: dict[str, Any], metric: str) -> tuple[float, ...]:

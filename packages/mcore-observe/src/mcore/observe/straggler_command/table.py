@@ -30,10 +30,13 @@ def headline(job: JobSnapshot) -> str:
     """Return the state of a job in a line: on or off, ranks, reports and the last one's age."""
     if job.error is not None:
         return f"{job.address}  NO ANSWER: {job.error}"
-    age = job.report_age_s
+    age, pending = job.report_age_s, job.status.get("pending")
+    switch = "on" if job.status.get("enabled") else "off"
+    if pending is not None:
+        switch += f" ({'on' if pending else 'off'} after a report)"
     parts = [
         job.address,
-        _describe_switch(job.status),
+        switch,
         f"{job.status['world_size']} ranks",
         "no report yet"
         if age is None
@@ -127,27 +130,23 @@ def format_text(jobs: Sequence[JobSnapshot], most: int, width: int, bars: str = 
 
 def as_json(jobs: Sequence[JobSnapshot], most: int) -> dict[str, Any]:
     """Return the object of ``watch --once --json``: whether a rank is slow, and each controller."""
+    keys = ("enabled", "pending", "world_size", "reports", "last_report_unix")
+    controllers = []
+    for job in jobs:
+        described: dict[str, Any] = {"address": job.address, "error": job.error}
+        if job.error is None:
+            described |= {key: job.status.get(key) for key in keys}
+            described |= {"report_age_s": job.report_age_s, "metric": job.metric}
+            described["slow"] = [_replace_nan(vars(one)) for one in job.slow]
+            described["slowest"] = [
+                _replace_nan({key: value for key, value in row.items() if key != "recent"})
+                for row in job.rows(most)
+            ]
+        controllers.append(described)
     return {
         "slow": any(job.slow for job in jobs),
         "unreachable": sum(job.error is not None for job in jobs),
-        "controllers": [_describe_controller(job, most) for job in jobs],
-    }
-
-
-def _describe_controller(job: JobSnapshot, most: int) -> dict[str, Any]:
-    described: dict[str, Any] = {"address": job.address, "error": job.error}
-    if job.error is not None:
-        return described
-    keys = ("enabled", "pending", "world_size", "reports", "last_report_unix")
-    described |= {key: job.status.get(key) for key in keys}
-    return described | {
-        "report_age_s": job.report_age_s,
-        "metric": job.metric,
-        "slow": [_replace_nan(vars(one)) for one in job.slow],
-        "slowest": [
-            _replace_nan({key: value for key, value in row.items() if key != "recent"})
-            for row in job.rows(most)
-        ],
+        "controllers": controllers,
     }
 
 
@@ -156,12 +155,6 @@ def _replace_nan(fields: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()
     }
-
-
-def _describe_switch(status: Mapping[str, Any]) -> str:
-    word = "on" if status.get("enabled") else "off"
-    pending = status.get("pending")
-    return word if pending is None else f"{word} ({'on' if pending else 'off'} after a report)"
 
 
 def _describe_device(row: Mapping[str, Any]) -> str:
@@ -205,30 +198,28 @@ class Poller:
 
     def poll_once(self) -> None:
         """Poll all controllers at the same time, and wait up to the timeout of the clients."""
+        for thread in self.start(is_repeated=False):
+            thread.join()
+
+    def start(self, *, is_repeated: bool = True) -> list[threading.Thread]:
+        """Poll in the background, until :meth:`stop`."""
         threads = [
-            threading.Thread(target=self._refresh, args=(at,), daemon=True)
+            threading.Thread(target=self._refresh, args=(at, is_repeated), daemon=True)
             for at in range(len(self._clients))
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-
-    def start(self) -> None:
-        """Continue to poll in the background."""
-        for at in range(len(self._clients)):
-            threading.Thread(target=self._keep_refreshing, args=(at,), daemon=True).start()
+        return threads
 
     def stop(self) -> None:
         """Stop polling."""
         self._has_ended.set()
 
-    def _refresh(self, at: int) -> None:
-        self.jobs[at] = refresh(self._clients[at], self.jobs[at])
-
-    def _keep_refreshing(self, at: int) -> None:
-        while not self._has_ended.wait(self._interval_s):
-            self._refresh(at)
+    def _refresh(self, at: int, is_repeated: bool = False) -> None:
+        while not (is_repeated and self._has_ended.wait(self._interval_s)):
+            self.jobs[at] = refresh(self._clients[at], self.jobs[at])
+            if not is_repeated:
+                return
 
 
 def show_live(poller: Poller, most: int | None, out: TextIO) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +262,11 @@ class StepCounter:
         if given.skipped:
             progress.skipped_train_samples += int(given.samples)
         window = as_number(getattr(config.logger, "throughput_window_size", None)) or 100
-        self._finished.extend(self._stamp_steps(given.steps))
+        now_s = time.time()
+        since_s = self._finished[-1] if self._finished else now_s
+        self._finished.extend(  # the steps since the last call, evenly spaced
+            now_s - (now_s - since_s) * left / given.steps for left in reversed(range(given.steps))
+        )
         while len(self._finished) > window + 1:
             self._finished.popleft()
         given.history_wct = list(self._finished) if len(self._finished) > window else None
@@ -270,13 +274,6 @@ class StepCounter:
         log_training_step(given, config, global_state, self._totals)
         if not count_iterations(self._totals):  # a line has shown the sums
             self._totals.clear()  # a loss that the loop stops reporting must not appear as 0
-
-    def _stamp_steps(self, steps: int) -> Iterator[float]:
-        """Yield a time stamp for each step since the last call, evenly spaced."""
-        now_s = time.time()
-        since_s = self._finished[-1] if self._finished else now_s
-        for left in range(steps - 1, -1, -1):
-            yield now_s - (now_s - since_s) * left / steps
 
 
 def log_training_step(

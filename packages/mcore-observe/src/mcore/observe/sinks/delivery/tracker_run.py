@@ -201,7 +201,15 @@ class TrackerRun(abc.ABC, Generic[_Client]):
             for first in range(0, len(numbers), self.max_per_call):
                 part = dict(numbers[first : first + self.max_per_call])
                 self._last_number += 1
-                self._keep(StepMetrics(part, int(step or 0), time_ms, self._last_number))
+                entry = StepMetrics(part, int(step or 0), time_ms, self._last_number)
+                if self._spool is not None:
+                    self._spool.append(entry)
+                while self._num_waiting + len(part) > self.max_values and self._waiting:
+                    num_oldest = len(self._waiting.popleft().metrics)
+                    self._num_waiting -= num_oldest
+                    self.num_dropped += num_oldest
+                self._waiting.append(entry)
+                self._num_waiting += len(part)
             if self._num_waiting >= self.max_per_call or len(self._waiting) == 1:
                 self._changed.notify_all()
         self._raise_error()
@@ -326,16 +334,6 @@ class TrackerRun(abc.ABC, Generic[_Client]):
             )
             self._thread.start()
 
-    def _keep(self, entry: StepMetrics) -> None:
-        if self._spool is not None:
-            self._spool.append(entry)
-        while self._num_waiting + len(entry.metrics) > self.max_values and self._waiting:
-            num_oldest = len(self._waiting.popleft().metrics)
-            self._num_waiting -= num_oldest
-            self.num_dropped += num_oldest
-        self._waiting.append(entry)
-        self._num_waiting += len(entry.metrics)
-
     def _end(self, deadline_s: float | None, *, ends_run: bool) -> None:
         """Flush, end the thread, and leave to a replay the metrics that have not arrived."""
         if deadline_s is None:
@@ -456,9 +454,14 @@ class TrackerRun(abc.ABC, Generic[_Client]):
     def _pause(self) -> None:
         """Wait for more values to send in the same call, or before the next retry."""
         started_s = time.monotonic()
-        while not self._is_urgent():
+        while not self._hurry:
             pause_s = self.linger_s
-            if self._failures_in_a_row:
+            if not self._failures_in_a_row:
+                if self._closing or self._is_opening or self._num_waiting >= self.max_per_call:
+                    break
+            elif not (self._waiting or self._is_opening):
+                break
+            else:
                 # The end of a run waits only closing_s: retry at least every second.
                 longest_s = min(1.0 if self._closing else math.inf, self.longest_retry_s)
                 doublings = min(self._failures_in_a_row - 1, 30)
@@ -468,12 +471,6 @@ class TrackerRun(abc.ABC, Generic[_Client]):
                 break
             self._changed.wait(left_s)
         self._hurry = False
-
-    def _is_urgent(self) -> bool:
-        if self._failures_in_a_row:
-            return self._hurry or not (self._waiting or self._is_opening)
-        is_full = self._num_waiting >= self.max_per_call
-        return self._hurry or self._closing or self._is_opening or is_full
 
     def _send(self, entries: Sequence[StepMetrics]) -> None:
         connection = self.open()

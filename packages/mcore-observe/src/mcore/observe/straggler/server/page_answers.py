@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
@@ -16,7 +16,6 @@ from urllib.parse import parse_qs
 
 import torch
 
-from mcore.observe.straggler.outliers import Outlier
 from mcore.observe.straggler.server.page_history import MOST_ROWS, Episode, History
 
 _FILES = {
@@ -158,31 +157,26 @@ class PageAnswers:
     def _list_slow(self) -> dict[str, Any]:
         slow = self._history.slow()
         medians = self._history.medians() if slow else []
-        ranks = [
-            {
-                **self._describe_episode(episode),
-                "signs": [self._describe_sign(one, medians) for one in signs],
-            }
-            for episode, signs in slow[:_MOST_SLOW]
-        ]
+        numbers = {metric.name: at for at, metric in enumerate(self._history.metrics)}
+        ranks = []
+        for episode, outliers in slow[:_MOST_SLOW]:
+            signs = [
+                {
+                    "metric": numbers.get(one.metric, 0),
+                    "value": _round(one.value),
+                    "median": _round(medians[numbers.get(one.metric, 0)]),
+                    "z": _round(one.z),
+                    "score": _round(one.score),
+                }
+                for one in outliers
+            ]
+            ranks.append({**self._describe_episode(episode), "signs": signs})
         is_measuring = self._history.is_measuring
         return {"count": len(slow), "ranks": ranks, "measuring": is_measuring}
 
     def _describe_episode(self, episode: Episode) -> dict[str, Any]:
         host, device = self._history.places[episode.rank]
         return {**asdict(episode), "host": host, "device": device}
-
-    def _describe_sign(self, outlier: Outlier, medians: Sequence[float]) -> dict[str, Any]:
-        metric = next(
-            (at for at, one in enumerate(self._history.metrics) if one.name == outlier.metric), 0
-        )
-        return {
-            "metric": metric,
-            "value": _round(outlier.value),
-            "median": _round(medians[metric]),
-            "z": _round(outlier.z),
-            "score": _round(outlier.score),
-        }
 
 
 def _pack_columns(columns: dict[str, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class History:
         self._most_reports, self._most_bytes = most_reports, most_bytes
         self._lock = threading.Lock()
         self._kept: deque[_Kept] = deque()
-        self._num_reports = 0
+        self.num_reports = 0
         self._made_at: float | None = None
         self._stragglers: tuple[Outlier, ...] = ()
         self.is_measuring = False
@@ -116,11 +116,6 @@ class History:
         self.epoch = time.time_ns() // 1000
         self.metrics: tuple[Metric, ...] = _METRICS
         self.places: list[tuple[str, str]] = []
-
-    @property
-    def num_reports(self) -> int:
-        """The number of reports so far."""
-        return self._num_reports
 
     @property
     def num_kept(self) -> int:
@@ -152,7 +147,7 @@ class History:
             most = min(self._most_reports, self._most_bytes // (values.numel() * 4))
             while len(self._kept) > max(most, 1):
                 self._kept.popleft()
-            self._num_reports += 1
+            self.num_reports += 1
             self._made_at = time.monotonic()
 
     def show(self, scalars: Mapping[str, float]) -> None:
@@ -201,10 +196,8 @@ class History:
         unsigned by the page. 0 is no value, 1 is ``low`` and 65535 is ``high`` of the report.
         """
         with self._lock:
-            first = max(since, self._num_reports - len(self._kept))
-            kept = (
-                list(self._kept)[first - self._num_reports :] if first < self._num_reports else []
-            )
+            first = max(since, self.num_reports - len(self._kept))
+            kept = list(self._kept)[first - self.num_reports :] if first < self.num_reports else []
         group = 1
         while math.ceil(len(ranks) / group) > most_rows:
             group *= 2
@@ -236,7 +229,7 @@ class History:
     def line(self, metric: int, rank: int) -> tuple[int, list[float]]:
         """Return the number of the first report that is kept, and a rank's values from there."""
         with self._lock:
-            kept, first = list(self._kept), self._num_reports - len(self._kept)
+            kept, first = list(self._kept), self.num_reports - len(self._kept)
         return first, [report.values[metric, rank].item() for report in kept]
 
     def known(self) -> list[bool]:
@@ -260,7 +253,7 @@ class History:
     def worst_rank(self, metric: int, ranks: range, report: int) -> int:
         """Return the rank with the worst value in a report, the first rank if there is no value."""
         with self._lock:
-            at = report - (self._num_reports - len(self._kept))
+            at = report - (self.num_reports - len(self._kept))
             kept = self._kept[min(max(at, 0), len(self._kept) - 1)]
         values = kept.values[metric, ranks.start : ranks.stop]
         is_low_bad = self.metrics[metric].is_low_bad
