@@ -17,8 +17,14 @@ import torch
 
 from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike
-from mcore.parallel.checkpoint.inspection.contents import Contents, dtype_text, num_bytes_of
-from mcore.parallel.checkpoint.inspection.output import Output, escaped, table
+from mcore.parallel.checkpoint.inspection.contents import (
+    Contents,
+    Output,
+    dtype_text,
+    escaped,
+    num_bytes_of,
+    table,
+)
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.shortened import counted
 
@@ -42,25 +48,25 @@ class Difference(NamedTuple):
 
 
 def diff(
-    path: PathLike,
-    other: PathLike,
-    patterns: Sequence[str],
-    workers: int | None,
-    output: Output,
+    path: PathLike, other: PathLike, keys: Sequence[str], workers: int | None, output: Output
 ) -> int:
     """Compare two checkpoints. Returns 1 if they differ."""
     with Contents(path) as old, Contents(other) as new:
-        names = sorted({*_choose_keys(old, new, patterns), *_choose_keys(new, old, patterns)})
+        # A pattern without a match in both checkpoints is an error.
+        found = old.matching(keys) + new.matching(keys)
+        names = sorted({*(found or new.names(keys))})
         added = [name for name in names if name not in old.index.keys]
         removed = [name for name in names if name not in new.index.keys]
         common = sorted({*names} - {*added, *removed})
         sizes = [num_bytes_of(old.index.keys[name]) for name in common]
-        done, changed = 0, []
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor:
-            found = executor.map(lambda name: _compare_key(old, new, name), common)
-            for size, change in zip(sizes, found, strict=True):
-                done += size
-                output.progress(done, sum(sizes), "compared")
+        changed = []
+        with (
+            output.progress("compared", sum(sizes)) as report,
+            ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor,
+        ):
+            changes = executor.map(lambda name: _compare_key(old, new, name), common)
+            for size, change in zip(sizes, changes, strict=True):
+                report(size)
                 if change is not None:
                     changed.append(change)
     content = {
@@ -73,13 +79,6 @@ def diff(
     }
     output.report(content, _format_lines(content))
     return 1 if added or removed or changed else 0
-
-
-def _choose_keys(contents: Contents, other: Contents, patterns: Sequence[str]) -> list[str]:
-    """List the keys that match. A pattern without a match in both checkpoints is an error."""
-    if patterns and not contents.matching(patterns):
-        other.names(patterns)
-    return contents.matching(patterns)
 
 
 def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
