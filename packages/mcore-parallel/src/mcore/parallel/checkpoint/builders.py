@@ -32,8 +32,7 @@ def strip_wrapper_names(name: str) -> str:
     if "_mod" not in name:  # the usual case first: there is a call for each tensor of a model
         return name
     for inserted in _INSIDE_WRAPPERS:
-        if inserted in name:
-            name = name.replace(inserted, "")
+        name = name.replace(inserted, "")
     return name
 
 

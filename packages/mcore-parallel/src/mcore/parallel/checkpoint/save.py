@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from mcore.parallel.checkpoint import figures
 from mcore.parallel.checkpoint.errors import CheckpointingException, name_checkpoint
-from mcore.parallel.checkpoint.files.directory import (
-    LocalSave,
-    RemoteSave,
-    is_incomplete_name,
-    reserve,
-)
+from mcore.parallel.checkpoint.files import directory
 from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, locate_pieces
 from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
 from mcore.parallel.checkpoint.objects import ShardedObject
@@ -172,7 +167,11 @@ def save_tree(
             taken = team.agree(take)
             clock.end_phase("copy")
     width = _RESULT.size + PIECE_BYTES * most_writes + staging.DIGEST_BYTES * most_compared
-    save = RemoteSave(final, token) if isinstance(final, RemotePath) else LocalSave(final, token)
+    save = (
+        directory.RemoteSave(final, token)
+        if isinstance(final, RemotePath)
+        else directory.LocalSave(final, token)
+    )
     if options.async_:  # the thread must not keep the tensors of the caller alive
         work = partial(_write_and_publish, save, plan, lambda: taken, options, width, clock)
         return figures.start_async_save(final, team, work, clock)
@@ -186,12 +185,12 @@ def _describe(
     """Return the place, the leaves and their description, then its length and their number."""
     tree, facts = build()
     entries, final = flatten_state_dict(tree), place_of(path)
-    if is_incomplete_name(final.name):
+    if directory.is_incomplete_name(final.name):
         raise CheckpointingException(
             f"{final} has the name of an unfinished checkpoint. Choose another name"
         )
     if team.is_first:
-        reserve(final)
+        directory.reserve(final)
     leaves = staging.list_candidates(entries)
     staging.reject_unsavable([leaf for leaf in leaves if not isinstance(leaf, staging.CommonValue)])
     description = writers.describe_leaves(
@@ -248,7 +247,7 @@ def _take(
 
 
 def _write_and_publish(
-    save: LocalSave | RemoteSave,
+    save: directory.LocalSave | directory.RemoteSave,
     plan: writers.GlobalPlan | None,
     take: Callable[[], Taken],
     options: SaveOptions,
@@ -279,7 +278,7 @@ def _write_and_publish(
 
 
 def _write(
-    save: LocalSave | RemoteSave,
+    save: directory.LocalSave | directory.RemoteSave,
     plan: writers.GlobalPlan | None,
     take: Callable[[], Taken],
     options: SaveOptions,
@@ -302,7 +301,7 @@ def _write(
 
 
 def _publish(
-    save: LocalSave | RemoteSave,
+    save: directory.LocalSave | directory.RemoteSave,
     plan: writers.GlobalPlan | None,
     results: Sequence[bytes],
     failure: Exception | None,

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import gathered_reports, max_or_raise
-from mcore.parallel.checkpoint.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    describe_error,
-    merge_reports,
-)
+from mcore.parallel.checkpoint import errors
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import is_distributed
@@ -61,11 +56,11 @@ class Team:
         except Exception as error:
             cause = error
             # The maximum decides: one failure of another kind makes it no mere damage.
-            failure = 1 if isinstance(error, DamagedCheckpointError) else 2
+            failure = 1 if isinstance(error, errors.DamagedCheckpointError) else 2
         combine = self._combine_flags if are_flags else self._combine_numbers
         failure, *combined = combine([failure, *numbers])
         if failure:
-            kind = DamagedCheckpointError if failure == 1 else CheckpointingException
+            kind = errors.DamagedCheckpointError if failure == 1 else errors.CheckpointingException
             raise self._merge_reports(cause, kind) from cause
         return result, combined
 
@@ -90,14 +85,14 @@ class Team:
         return [joined.read(length) for length in lengths]
 
     def _merge_reports(
-        self, cause: Exception | None, kind: type[CheckpointingException]
-    ) -> CheckpointingException:
+        self, cause: Exception | None, kind: type[errors.CheckpointingException]
+    ) -> errors.CheckpointingException:
         """Return an error with the reports of all failed ranks. One all-gather."""
-        report = None if cause is None else describe_error(cause)
+        report = None if cause is None else errors.describe_error(cause)
         if self.group is None:
             return kind(report)
         with name_lost_ranks():
-            return kind(merge_reports(gathered_reports(report, self.group)))
+            return kind(errors.merge_reports(gathered_reports(report, self.group)))
 
     def gather(self, payload: bytes, width: int) -> list[bytes]:
         """Return the bytes of all ranks on the first rank, else none. One gather.
@@ -139,7 +134,7 @@ class Team:
             dist.scatter(message, sent, group=self.group, group_src=0)
         received = bytes_of(message)
         if not received[0]:
-            raise self._merge_reports(cause, CheckpointingException) from cause
+            raise self._merge_reports(cause, errors.CheckpointingException) from cause
         return result, received[1:]
 
     def _combine_numbers(self, numbers: Sequence[int]) -> list[int]:
@@ -171,8 +166,9 @@ def name_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CheckpointingException(
-            f"a participating rank cannot be reached and may have died ({describe_error(error)})"
+        raise errors.CheckpointingException(
+            "a participating rank cannot be reached and may have died "
+            f"({errors.describe_error(error)})"
         ) from error
 
 

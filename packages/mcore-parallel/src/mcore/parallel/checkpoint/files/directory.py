@@ -104,11 +104,9 @@ class RemoteSave:
 
     def write(self, name: str, content: bytes) -> None:
         """Upload torch's index, or then the manifest, which makes the files a checkpoint."""
-        if name == MANIFEST_FILE:
-            if (self.final / name).exists():
-                problem = "was saved by another job at the same time"
-                raise CheckpointingException(f"{self.final} {problem}")
-            self._wrote_manifest = True  # an upload that fails may still have arrived
+        if name == MANIFEST_FILE and (self.final / name).exists():
+            raise CheckpointingException(f"{self.final} was saved by another job at the same time")
+        self._wrote_manifest = name == MANIFEST_FILE  # a failed upload may still have arrived
         with (self.folder / name).new_file() as stream:
             stream.write(content)
 

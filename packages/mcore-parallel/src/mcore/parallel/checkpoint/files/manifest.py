@@ -268,10 +268,8 @@ class KeyTable(Mapping[str, StoredKey]):
         # Checked once here, so that lookups can index without further checks.
         columns_of_sizes = (self._axes, self._shapes, self._lengths, self._key_of)
         lowest = [min(column, default=0) for column in columns_of_sizes]
-        if min(lowest) < 0:
-            raise ValueError("a number is below zero")
-        if max(self._key_of, default=-1) >= len(self):
-            raise ValueError("a piece has no key")
+        if min(lowest) < 0 or max(self._key_of, default=-1) >= len(self):
+            raise ValueError("a number is outside its range")
         if sum(self._axes) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
         self._shape_at = array("q", accumulate(self._axes, initial=0))

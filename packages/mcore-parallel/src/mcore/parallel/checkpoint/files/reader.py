@@ -59,7 +59,7 @@ class CheckedReader:
         self, directory: places.Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
-        self._metadata = metadata_of(keys)
+        self.metadata = metadata_of(keys)
         self._pieces = {
             index_of(name, stored, piece): (piece, stored.dtype)
             for name, stored in keys.items()
@@ -68,11 +68,6 @@ class CheckedReader:
         self._scratch = pieces.Scratch()
         self.num_bytes, self.num_files = 0, 0  # of the checked plan
         self._device_scratch: pieces.Scratch | None = None
-
-    @property
-    def metadata(self) -> Metadata:
-        """Return the description of the keys for a planner."""
-        return self._metadata
 
     def check_plan(self, plan: LoadPlan) -> None:
         """Check the sizes of a plan's files and, with ``verify="before"``, their content."""

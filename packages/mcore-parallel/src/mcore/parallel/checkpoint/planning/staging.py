@@ -235,12 +235,13 @@ def start_host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def put_values_first(leaves: Iterable[tuple[int, Leaf]]) -> list[tuple[int, Leaf]]:
     """Return numbered leaves in the order in which a file has them."""
-    values: list[tuple[int, Leaf]] = []
-    tensors: list[tuple[int, Leaf]] = []
-    for number, leaf in leaves:
+
+    def is_tensor(numbered: tuple[int, Leaf]) -> bool:
+        leaf = numbered[1]
         value = leaf.data if isinstance(leaf, ShardedTensor) else getattr(leaf, "value", None)
-        (tensors if isinstance(value, torch.Tensor) else values).append((number, leaf))
-    return values + tensors
+        return isinstance(value, torch.Tensor)
+
+    return sorted(leaves, key=is_tensor)
 
 
 def start_content(leaf: Leaf, *, weights_only: bool) -> Callable[[], torch.Tensor | bytes]:

@@ -212,12 +212,8 @@ def load_training_state(
     stored = extra_values.find_stored_values(index.keys, team)
     streams_of_others = stored.of_other_ranks.get(extra_values.RANDOM_STATE, [])
     options = LoadOptions(strict, unexpected, weights_only, verify, progress_bar)
-    values = load_opened(
-        checkpoint,
-        lambda: run.list_values(stored, selection),
-        team,
-        options._replace(unexpected="ignore"),
-    )
+    quiet = options._replace(unexpected="ignore")
+    values = load_opened(checkpoint, lambda: run.list_values(stored, selection), team, quiet)
     accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
 
     def build() -> dict[str, Any]:
