@@ -10,7 +10,6 @@ import re
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import prod
@@ -273,15 +272,18 @@ class KeyTable(Mapping[str, StoredKey]):
         if sum(self._axes) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
         self._shape_at = array("q", accumulate(self._axes, initial=0))
-        numbers = [2 * self._axes[key] for key in self._key_of]
+        numbers = (2 * self._axes[key] for key in self._key_of)
         self._box_at = array("q", accumulate(numbers, initial=0))
         if self._box_at[-1] != len(self._boxes):
             raise ValueError("the boxes do not have as many numbers as axes")
-        self._order = array("q", sorted(range(len(numbers)), key=self._key_of.__getitem__))
-        counts_of = Counter(self._key_of)
-        self._first = array(
-            "q", accumulate(map(counts_of.__getitem__, range(len(self))), initial=0)
-        )
+        counts_of = array("i", [0]) * (len(self) + 1)
+        for key in self._key_of:
+            counts_of[key + 1] += 1
+        self._first = array("i", accumulate(counts_of))
+        self._order, places = array("i", [0]) * len(self._key_of), self._first[:]
+        for number, key in enumerate(self._key_of):  # no sort, which needs an object a number
+            self._order[places[key]] = number
+            places[key] += 1
         if self._ends != self._sizes:
             raise ValueError("the pieces of a file do not end at its size")
 
