@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.async_save import SaveHandle
 from mcore.parallel.checkpoint.builders import (
+    ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
     make_sharded_tensors_for_checkpoint,
@@ -13,7 +14,7 @@ from mcore.parallel.checkpoint.builders import (
     sharded_state_dict_default,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
-from mcore.parallel.checkpoint.figures import SaveStats
+from mcore.parallel.checkpoint.figures import SaveHandle, SaveStats
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
@@ -29,7 +30,6 @@ from mcore.parallel.checkpoint.planning.validation import (
     validate_plans,
     validate_sharding_integrity,
 )
-from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
 from mcore.parallel.checkpoint.run_state.manager import CheckpointManager
 from mcore.parallel.checkpoint.run_state.training_state import (
     load_training_state,
@@ -93,12 +93,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the planners at their first use: torch.distributed.checkpoint takes seconds."""
-    if name == "ShardedLoadPlanner":
-        from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
-
-        return ShardedLoadPlanner
-    if name == "ShardedSavePlanner":
-        from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
-
-        return ShardedSavePlanner
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = {"ShardedLoadPlanner": "load_planner", "ShardedSavePlanner": "save_planner"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.planning.{modules[name]}"), name)
