@@ -1,4 +1,4 @@
-"""The measured items. The first line of each is its text on the page."""
+"""The measured items. The docstring of each is its text on the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _REPORTS = 8  # a verdict needs several
 
 
 def from_sizes(meter: Meter) -> None:
-    """`ProcessGroups.from_sizes` with tp 8, cp 2, pp 8, ep 8, on every rank."""
+    """`ProcessGroups.from_sizes` with tp 8, cp 2, pp 8, ep 8, on every rank.
+
+    Every rank calls torch's `new_group` for each group of the world, which takes most of the time.
+    """
     with simulated_world(meter.ranks), meter.role("each"):
         ProcessGroups.from_sizes(tp=8, cp=2, pp=8, ep=8, expt_tp=1)
 
