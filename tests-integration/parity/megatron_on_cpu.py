@@ -47,6 +47,9 @@ class _Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
