@@ -108,18 +108,8 @@ def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
 
 _WALKED: Any = "mcore.modules"  # a string: the other keys of a memo are ids
 _SHARED = (dist.ProcessGroup, DeviceMesh, ProcessGroups)
-_ATOMS = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    torch.dtype,
-    torch.device,
-    type,
-    ModuleType,
-    FunctionType,
-)
+# Not walked: modules, classes and functions refer to whole programs. The others are frequent.
+_ATOMS = (str, int, float, torch.dtype, type, ModuleType, FunctionType)
 
 
 def _find_shared_objects(root: object) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import AttributeNotFoundError, ModelListError
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import (
     MEGATRON_WRAPPERS,
@@ -41,6 +40,31 @@ _FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
 ModelList: TypeAlias = list[MegatronModule]
 # A function such as that of create_value_head_hook: changes chunks, and may return others.
 ModelHook: TypeAlias = "Callable[[ModelList], ModelList | None]"
+
+
+class AttributeNotFoundError(RuntimeError):
+    """Neither a model nor any model inside its wrappers has an attribute.
+
+    Example:
+        >>> import torch
+        >>> try:
+        ...     get_attr_wrapped_model(torch.nn.Identity(), "model_type")
+        ... except AttributeNotFoundError as error:
+        ...     print("model_type" in str(error))
+        True
+    """
+
+
+class ModelListError(RuntimeError, TypeError):
+    """A list or tuple of models was given instead of one model.
+
+    Example:
+        >>> try:
+        ...     get_model_config([])
+        ... except ModelListError as error:
+        ...     print("one model" in str(error))
+        True
+    """
 
 
 class ModelType(enum.Enum):
@@ -104,11 +128,22 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
         >>> unwrap_model([torch.nn.DataParallel(inner), inner]) == [inner, inner]
         True
     """
-    wrappers = _list_default_wrappers()
     if isinstance(model, (list, tuple)):
-        unwrapped = [_unwrap(one, module_instances, wrappers) for one in model]
+        unwrapped = [unwrap_model(one, module_instances) for one in model]
         return tuple(unwrapped) if isinstance(model, tuple) else unwrapped
-    return _unwrap(model, module_instances, wrappers)
+    wrappers = _list_default_wrappers()
+    visited = set()
+    while (
+        isinstance(model, tuple(wrappers)) or is_of_megatron(model, MEGATRON_WRAPPERS)
+        if module_instances is None
+        else isinstance(model, module_instances)
+    ):
+        if id(model) in visited:
+            raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
+        visited.add(id(model))
+        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
+        model = getattr(model, attr)
+    return model
 
 
 def find_megatron_fsdp(model: Any) -> Any:
@@ -355,21 +390,6 @@ def find_in_wrapped_models(model: Any, attr: str) -> Any:
 def _is_forwarding(owner: Any) -> bool:
     """Return whether a wrapper forwards missing attributes. The model inside is their owner."""
     return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
-
-
-def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
-    visited = set()
-    while (
-        isinstance(model, tuple(wrappers)) or is_of_megatron(model, MEGATRON_WRAPPERS)
-        if classes is None
-        else isinstance(model, classes)
-    ):
-        if id(model) in visited:
-            raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
-        visited.add(id(model))
-        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
-        model = getattr(model, attr)
-    return model
 
 
 def _list_default_wrappers() -> dict[type, str]:
