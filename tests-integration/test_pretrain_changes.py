@@ -184,6 +184,11 @@ def test_other_sizes_are_refused_with_both_numbers(tmp_path: Path) -> None:
     [measured] = curve_of(tmp_path / "new", "lm loss validation").values()
     assert last_value(done.stdout, "validation loss") == f"{measured:.3f} nats per byte"
     assert not (tmp_path / "new" / "checkpoints").exists()
+    printed = last_value(done.stdout, "start again").split()[3:]
+    assert printed == ["--config", "new/config.json"]
+    tuned = pretrain(tmp_path, *printed, "--run-dir", "tuned")
+    assert tuned.returncode == 0, tuned.stderr
+    assert losses_of(tmp_path / "tuned")[0] == pytest.approx(measured, abs=0.5)
     settings = Settings(**json.loads((tmp_path / "new" / "config.json").read_text())["settings"])
     corpus = load_corpus()
     corpus = dataclasses.replace(

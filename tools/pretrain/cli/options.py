@@ -35,12 +35,24 @@ _PATHS = ("data", "tokenizer", "data_cache", "init_from")
 # The first setting of each group of options in --help.
 _GROUPS = {
     "tp": "layout",
+    "fsdp": "sharding, experts and memory",
     "data": "text",
     "num_layers": "model",
     "experts": "experts and a second token",
     "train_iters": "training",
+    "lr": "learning rate and optimizer",
     "log_interval": "reports and checkpoints",
     "timeout_s": "trackers and monitoring",
+}
+_FIRST = {
+    "data",
+    "num_layers",
+    "hidden_size",
+    "bf16",
+    "tp",
+    "train_iters",
+    "global_batch_size",
+    "lr",
 }
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
@@ -82,48 +94,51 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="pretrain", usage="pretrain [options]",
         description="Train a small GPT on the bytes of Python's standard library, or on --data.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: tp * cp * pp * dp)")
-    parser.add_argument("--device", choices=("standin",), help="an accelerator for tests")
-    parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
-    parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
-    parser.add_argument("--auto-resume", action="store_true", help="continue --run-dir if possible")
-    parser.add_argument(
+    first = parser.add_argument_group("the first options")
+    first.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
+    first.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
+    group = parser.add_argument_group("starts and folders")
+    group.add_argument("-h", "--help", action="help", help="show this text")
+    group.add_argument("--ranks", type=int, help="ranks to start (default: tp * cp * pp * dp)")
+    group.add_argument("--device", choices=("standin",), help="an accelerator for tests")
+    group.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
+    group.add_argument("--auto-resume", action="store_true", help="continue --run-dir if possible")
+    group.add_argument(
         "--trust-run",
         action="store_true",
         help="accept a run folder of another user, links in it, and the text and MLflow server "
         "that it names (which then gets your credentials)",
     )
-    parser.add_argument(
+    group.add_argument(
         MLFLOW_URI,
         metavar="URI",
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
         "folder). A password is safer in MLFLOW_TRACKING_PASSWORD",
     )
-    parser.add_argument(
+    group.add_argument(
         "--config", type=Path, metavar="FILE",
         help="settings from a TOML file or a run's config.json; options override them",
     )  # fmt: skip
-    group = parser.add_argument_group()
     for field in dataclasses.fields(Settings):
         if field.name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[field.name])
         if not field.metadata["derived"]:
-            _add_option(group, field)
+            _add_option(first if field.name in _FIRST else group, field)
     return parser.parse_args(argv)
 
 
 def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     flag = format_flag(field.name)
-    default = "" if field.default == "" else f" (default: {field.default})"
+    default = f" (default: {field.default})" if field.default else ""
     text = f"{field.metadata['help']}{default}"
     if isinstance(field.default, bool):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
-        choices = field.metadata["choices"]
-        parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+        choices, kind = field.metadata["choices"], type(field.default)
+        sign = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+        parser.add_argument(flag, type=kind, choices=choices, metavar=sign, help=text)
 
 
 def resolve(given: argparse.Namespace, world_size: int | None) -> Request:

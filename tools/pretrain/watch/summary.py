@@ -125,7 +125,7 @@ class Summary:
         settings, lower = self.settings, ""
         if self.num_skipped:
             lower = f" --lr {settings.lr / 10:g} --min-lr {settings.min_lr / 10:g}"
-        if self.num_skipped and not has_checkpoint(self.folder):
+        if (self.num_skipped or settings.eval_only) and not has_checkpoint(self.folder):
             config = shlex.quote(str(self.folder.path / "config.json"))
             return f"start again      hatch run pretrain --config {config}{lower}"
         if not lower and self.first_step + len(self.seconds) >= settings.train_iters:
