@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import unwrap_model
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 2, 16, 64
@@ -58,6 +59,7 @@ def build(tp: int, pp: int, ep: int) -> tuple[Any, Any]:
     """Megatron's model in Megatron's wrapper, and Megatron's optimizer."""
     experts: dict[str, Any] = {"num_moe_experts": 2 * ep} if ep > 1 else {}
     if experts:
+        moe_utils.te_general_gemm = None  # 0.16.1 asks for it although it is not defined without TE
         experts |= {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,

@@ -1,7 +1,5 @@
 """The device in torch: the module ``torch.standin``, and the functions of ``torch.accelerator``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +28,6 @@ _STREAMS = {"Stream": clocks.Stream, "Event": clocks.Event}
 # The functions of torch.accelerator and torch.cuda that are needed.
 _ACCELERATOR = {
     "current_stream": clocks.current_stream,
-    "set_stream": clocks.set_stream,
     "synchronize": clocks.synchronize,
     "memory_stats": lambda device=None: memory.read_stats(clocks.resolve(device).index),
     "reset_peak_memory_stats": lambda device=None: memory.reset_peaks(clocks.resolve(device).index),
@@ -44,6 +41,7 @@ backend: Any = SimpleNamespace(
     _is_in_bad_fork=lambda: False,
     current_device=guard.current_index,
     set_device=lambda device: guard.set_current_index(clocks.resolve(device).index),
+    stream=lambda stream: stream,
     device=lambda device: torch.accelerator.device_index(clocks.resolve(device).index),
     CUDAGraph=graphs.Graph,
     graph=graphs.graph,

@@ -13,7 +13,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -23,22 +23,14 @@ from standin.guard import current_index, set_current_index
 from standin.memory import NAME, is_device
 
 Key = tuple[int, int]  # index of the device, number of the stream
+Tensors = Sequence[torch.Tensor]
+Access = tuple[int, int, Key, int, bool]  # first byte, end, stream, launch, and if it writes
 HOST: Key = (-1, 0)
 POISON = 0xFF
 
 
 class RaceError(RuntimeError):
     """Memory was changed while a stream could still read it."""
-
-
-class Access(NamedTuple):
-    """A launch that reads or writes memory from the address ``start`` to ``end``."""
-
-    start: int
-    end: int
-    key: Key
-    number: int
-    is_write: bool
 
 
 class Clocks:
@@ -56,13 +48,7 @@ class Clocks:
         self.views[key][key] = self.views[key].get(key, 0) + 1
         return self.views[key][key]
 
-    def run(
-        self,
-        key: Key,
-        read: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
-        work: Callable[[], Any],
-    ) -> Any:
+    def run(self, key: Key, read: Tensors, written: Tensors, work: Callable[[], Any]) -> Any:
         """Run work as the next launch of a stream, and return its result.
 
         What the stream may not read is poison for the work.
@@ -70,10 +56,8 @@ class Clocks:
         number = self.launch(key)
         for tensor in written:
             if self._find_unseen(key, tensor):
-                raise RaceError(
-                    f"{tuple(tensor.shape)} {tensor.dtype} is changed at {recording.find_line()} "
-                    "while another stream may still use it: wait for that stream or for its work"
-                )
+                line = f"{tuple(tensor.shape)} is changed at {recording.find_line()}"
+                raise RaceError(f"{line} while another stream may still use it: wait for its work")
         unseen = [
             (low, ctypes.string_at(low, high - low))
             for tensor in read
@@ -116,18 +100,17 @@ class Clocks:
         # A write replaces all before it. A read replaces those of its stream.
         others = [
             one for one in self.accesses.get(base, ())
-            if one.start < start or one.end > end
-            or (not is_write and (one.is_write or one.key != key))
+            if one[0] < start or one[1] > end or not (is_write or (one[2] == key and not one[4]))
         ]  # fmt: skip
-        self.accesses[base] = [*others, Access(start, end, key, number, is_write)]
+        self.accesses[base] = [*others, (start, end, key, number, is_write)]
 
     def _find_unseen(self, key: Key, tensor: torch.Tensor) -> list[tuple[int, int, bool]]:
         """Return ranges of a tensor that are used by launches a stream has not waited for."""
-        low, high = find_range(tensor)
+        (low, high), base = find_range(tensor), tensor.untyped_storage().data_ptr()
         return [
-            (max(one.start, low), min(one.end, high), one.is_write)
-            for one in self.accesses.get(tensor.untyped_storage().data_ptr(), ())
-            if one.start < high and low < one.end and not self.has_seen(key, one.key, one.number)
+            (max(start, low), min(end, high), is_write)
+            for start, end, user, number, is_write in self.accesses.get(base, ())
+            if start < high and low < end and not self.has_seen(key, user, number)
         ]
 
 
@@ -173,9 +156,9 @@ class Stream:
         """Let later launches wait for an event."""
         clocks.wait(self.key, event.view)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, by default a new one."""
-        event = Event(self.device) if event is None else event
+    def record_event(self) -> Event:
+        """Record a new event."""
+        event = Event(self.device)
         event.record(self)
         return event
 
@@ -211,10 +194,7 @@ class Event:
         """Record all launches of a stream, by default the current one."""
         stream = current_stream(self.device) if stream is None else stream
         if stream.device != self.device:
-            raise RuntimeError(
-                f"Event device {self.device} does not match recording stream's device "
-                f"{stream.device}."
-            )
+            raise RuntimeError(f"Event device {self.device} does not match {stream.device}.")
         self._is_captured = bool(recording.captures)
         clocks.launch(stream.key)
         self.view = dict(stream.view)
@@ -246,10 +226,7 @@ class Event:
 
     def _refuse_captured(self) -> None:
         if self._is_captured or recording.captures:
-            raise RuntimeError(
-                "CUDA error: operation not permitted on an event last recorded in a capturing "
-                "stream"
-            )
+            raise RuntimeError("not permitted on an event last recorded in a capturing stream")
 
     def _is_known(self) -> bool:
         return all(clocks.has_seen(HOST, key, number) for key, number in self.view.items())

@@ -5,8 +5,6 @@ then other streams read poison. Each rank compares its calls with those of the o
 store, as NCCL would hang: collectives of a group, and sends and receives between each two ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections import Counter, deque
@@ -27,10 +25,7 @@ _FORMATS = _FLOAT8 | {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64,
 }  # fmt: skip
-_EQUAL_SIZES = {
-    "allreduce_", "broadcast_", "reduce_", "_allgather_base_", "_reduce_scatter_base_", "send",
-    "recv_",
-}  # fmt: skip
+_UNEQUAL = {"allgather_", "alltoall_", "alltoall_base_", "gather_", "scatter_", "reduce_scatter_"}
 _FIRST_STREAM = 1_000_000
 
 
@@ -74,7 +69,7 @@ class Communicator(ProcessGroupGloo):
         if name in ("send", "recv_"):
             source, target = named.get("src", self.number), named.get("dst", self.number)
             place, call = "the ranks {} and {}".format(*sorted((source, target))), f"send {source}"
-        if name in _EQUAL_SIZES:
+        if name not in _UNEQUAL:
             call += f" of {tensor.numel()} x {tensor.dtype}"
         number = self.num_calls[place]
         self.num_calls[place] += 1
@@ -162,10 +157,10 @@ def register_collectives() -> list[Any]:
     dist.Backend.register_backend(f"{NAME}_nccl", Communicator, devices=[NAME])
     library: Any = torch.library.Library("c10d", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("c10d::") and has(name, "PrivateUse1"):
-            op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-            with warnings.catch_warnings():  # torch has kernels for any device, which gloo refuses
-                warnings.simplefilter("ignore")
+    with warnings.catch_warnings():  # torch has kernels for any device, which gloo refuses
+        warnings.simplefilter("ignore")
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("c10d::") and has(name, "PrivateUse1"):
+                op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
                 library.impl(name.removeprefix("c10d::"), functools.partial(_run, op))
     return [library]

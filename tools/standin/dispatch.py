@@ -1,7 +1,5 @@
 """Every op on tensors of the stand-in: checked, counted, and run by the kernel of the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -60,7 +58,6 @@ class Op:
     def __init__(self, op: Any) -> None:
         arguments = op._schema.arguments
         self.name = op._schema.name.removeprefix("aten::")
-        self.full_name = str(op)
         self.types = {a.name: str(a.type) for a in arguments}
         self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
         self.outs = {a.name for a in arguments if a.is_out}
@@ -93,10 +90,8 @@ def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
     for row in rows:
         devices = sorted({str(tensor.device) for tensor in row})
         if len(devices) > 1:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{devices[0]} and {devices[1]}! (when checking arguments of {op.full_name})"
-            )
+            problem = f"found at least two devices, {devices[0]} and {devices[1]}! ({op.name})"
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {problem}")
     return next((one.device for found in tensors.values() for one in found if is_device(one)), None)
 
 
@@ -234,10 +229,9 @@ def _compute(op: Any, facts: Op, named: dict[str, Any], index: int) -> Any:
 
 def _draw(op: Any, arguments: dict[str, Any], index: int) -> Any:
     """Run a kernel that draws from the generator of the call or from that of the device."""
-    generator = arguments.get("generator")
-    if generator is not None:
+    state = find_state(arguments.get("generator") or default_generators[index])
+    if "generator" in arguments:
         arguments["generator"] = None
-    state = find_state(default_generators[index] if generator is None else generator)
     if state is None:
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
     for capture in recording.captures:
@@ -256,8 +250,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torc
     if stays:
         recording.note("ops", "copy")
     elif not is_free:
-        place = "" if comes or not non_blocking else "pageable memory of "
-        recording.note("waits", f"copy to {place}{target.device}, {source.shape} {source.dtype}")
+        recording.note("waits", f"copy to {target.device}, {tuple(source.shape)} {source.dtype}")
     if not is_device(source) and not is_pinned(source):
         recording.refuse_in_capture("a copy from pageable memory")
     is_late = is_free and not comes and not recording.captures

@@ -8,6 +8,7 @@ into the same pool: on a GPU they may use the same memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import weakref
@@ -29,8 +30,7 @@ class Graph:
     """A graph, as ``torch.cuda.CUDAGraph``."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[torch.Tensor, bytes]] = []
-        self._states: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._undo: list[Callable[[], object]] = []
         self.reset()
 
     def register_generator_state(self, generator: Any) -> None:
@@ -50,11 +50,8 @@ class Graph:
     def capture_end(self) -> None:
         """Stop. Nothing of the recorded work has happened, so its results are poison."""
         recording.captures.remove(self)
-        for tensor, content in reversed(self._before):
-            ctypes.memmove(find_range(tensor)[0], content, len(content))
-        for state, before in self._states.values():
-            state.set_state(before)
-        self._before, self._states = [], {}
+        while self._undo:
+            self._undo.pop()()
         clocks.accesses = self._accesses
         self._spoil()
 
@@ -86,11 +83,12 @@ class Graph:
         for tensor in written:
             if tensor.untyped_storage().data_ptr() not in self._memory:
                 low, high = find_range(tensor)
-                self._before.append((tensor, ctypes.string_at(low, high - low)))
+                content = ctypes.string_at(low, high - low)
+                self._undo.append(functools.partial(ctypes.memmove, low, content, high - low))
 
     def draw_from(self, state: Any) -> None:
         """Remember the state of a generator: a capture draws no number."""
-        self._states.setdefault(id(state), (state, state.get_state()))
+        self._undo.append(functools.partial(state.set_state, state.get_state()))
 
     def _spoil(self) -> None:
         for tensor in self._memory.values():
@@ -99,13 +97,11 @@ class Graph:
 
 
 @contextmanager
-def graph(
-    cuda_graph: Graph, pool: tuple[int, int] | None = None, stream: Stream | None = None, **_: Any
-) -> Iterator[None]:
+def graph(cuda_graph: Graph, pool: tuple[int, int] | None = None, **_: Any) -> Iterator[None]:
     """Capture a block, as ``torch.cuda.graph``."""
     synchronize()
     gc.collect()
-    with stream or Stream():
+    with Stream():
         cuda_graph.capture_begin(pool)
         try:
             yield

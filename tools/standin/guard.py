@@ -4,8 +4,6 @@
 device 0 of one. The vtable of that guard is replaced by a copy with two devices.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading

@@ -4,9 +4,8 @@ A tensor of the stand-in shares memory with one of the CPU: a DLPack capsule who
 rewritten. Memory is page-locked as far as copies and captures can notice it.
 """
 
-from __future__ import annotations
-
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -89,9 +88,8 @@ def new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
     """Return whether a tensor's memory is pinned."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return False
-    return tensor.untyped_storage().data_ptr() in _pinned
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_plain and tensor.untyped_storage().data_ptr() in _pinned
 
 
 def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -112,12 +110,9 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
 
 def make_factories() -> dict[str, Callable[..., torch.Tensor]]:
     """Return torch's functions that accept ``pin_memory``, by name, each of which can pin."""
-    return {name: _wrap(getattr(torch, name)) for name in _FACTORIES}
+    return {name: functools.partial(_make, getattr(torch, name)) for name in _FACTORIES}
 
 
-def _wrap(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = factory(*args, **kwargs)
-        return _mark(made) if pin_memory else made
-
-    return make
+def _make(factory: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    made: torch.Tensor = factory(*args, **kwargs)
+    return _mark(made) if pin_memory else made

@@ -1,7 +1,5 @@
 """Fixtures: ``device`` is the CPU and then the stand-in, ``accelerator`` the stand-in alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

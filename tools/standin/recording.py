@@ -1,7 +1,5 @@
 """What the host waits for and what it launches, each with the line of our source."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -88,10 +86,8 @@ def note(kind: str, what: str) -> None:
 def refuse_in_capture(what: str) -> None:
     """Raise as CUDA does for an operation that cannot be captured."""
     if captures:
-        raise RuntimeError(
-            "CUDA error: operation not permitted when stream is capturing "
-            f"({what} at {find_line()})"
-        )
+        problem = "CUDA error: operation not permitted when stream is capturing"
+        raise RuntimeError(f"{problem} ({what} at {find_line()})")
 
 
 def find_line() -> str:

@@ -521,3 +521,15 @@ def test_entries_for_a_megatron_that_is_missing_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing.mapping", None)
     with pytest.raises(RuntimeError, match="pip install megatron-core"):
         to_megatron_sharded_state_dict(ShardedObject("o", 1, (1,), (0,)))
+
+
+@pytest.mark.parametrize("has_children", [False, True])
+def test_a_plain_module_without_its_transient_buffers(has_children):
+    plain = torch.nn.Module()
+    plain.register_buffer("kept", torch.ones(1))
+    plain.register_buffer("scratch", torch.ones(1), persistent=False)
+    if has_children:
+        plain.inner = MegatronModule(None)
+    model = MegatronModule(None)
+    model.plain = plain
+    assert list(model.sharded_state_dict()) == list(model.state_dict()) == ["plain.kept"]

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +95,12 @@ class _Found:
         """The number of files that are rewritten."""
         return sum(result.differs for result in self.results)
 
+    @property
+    def packages(self) -> list[str]:
+        """The packages that the files need."""
+        made = [result.after.packages for result in self.results if result.after]
+        return sorted(set().union(*made))
+
 
 def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
     """The rewritten sources of the files, made by several processes if there are many."""
@@ -104,8 +110,7 @@ def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
         looks = _map(pool, partial(look_at, table=table), files)
         savers = (file for file, look in zip(files, looks, strict=True) if look.saves)
         found.saver = None if any(look.converts for look in looks) else next(savers, None)
-        if found.saver:
-            table = table.hold(CHECKPOINT_NAMES)
+        table = table.hold(CHECKPOINT_NAMES if found.saver else ())
         found.names.update(*(look.names for look in looks))
         found.held = sorted(found.names & table.held)
         found.names -= table.held
@@ -113,31 +118,28 @@ def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
         found.relative = sum(look.relative for look in looks)
         chosen = [file for file, look in zip(files, looks, strict=True) if look.has_work(table)]
         results = _map(pool, partial(read, table=table), chosen)
+    found.stays.update(*(one.after.stays for one in results if one and one.after))
     return [result for result in results if result]
 
 
 def _map(
     pool: ProcessPoolExecutor | None, function: Callable[[Path], T], files: Sequence[Path]
 ) -> list[T]:
-    """The results of a function for all files, with a bar on a terminal."""
-    if pool is None:
-        return [*map(function, files)]
+    """The results of a function for all files. For many files, with a bar on a terminal."""
+    results = []
     try:
         with _hold_interrupts():  # forever in the processes that start here
-            found = pool.map(function, files, chunksize=4)
-        return [*_show_progress(found, len(files))]
+            found = pool.map(function, files, chunksize=4) if pool else map(function, files)
+        for number, result in enumerate(found, 1):
+            results.append(result)
+            if pool and sys.stderr.isatty():
+                bar = f"\r[{'#' * (30 * number // len(files)):<30}] {number} of {len(files)} files"
+                print(bar, end="\n" * (number == len(files)), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        pool.shutdown(cancel_futures=True)
+        if pool:
+            pool.shutdown(cancel_futures=True)
         raise
-
-
-def _show_progress(items: Iterable[T], total: int) -> Iterator[T]:
-    for number, item in enumerate(items, 1):
-        if sys.stderr.isatty():
-            bar = "#" * (30 * number // total)
-            end = "" if number < total else "\n"
-            print(f"\r[{bar:<30}] {number} of {total} files", end=end, file=sys.stderr, flush=True)
-        yield item
+    return results
 
 
 @contextmanager
@@ -177,17 +179,6 @@ def _split_lines(text: bytes) -> list[bytes]:
     return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
-def _list_packages(found: _Found) -> list[str]:
-    return sorted(
-        {one for result in found.results if result.after for one in result.after.packages}
-    )
-
-
-def _list_stays(found: _Found) -> list[str]:
-    of_files = (result.after.stays for result in found.results if result.after)
-    return sorted(found.stays.union(*of_files))
-
-
 def _describe(found: _Found, is_dry: bool) -> Iterator[str]:
     for result in found.results:
         if result.error:
@@ -195,8 +186,8 @@ def _describe(found: _Found, is_dry: bool) -> Iterator[str]:
         for note in result.notes:
             left = "left as it is: " if note.is_left else ""
             yield f"{result.path}:{note.line}: {note.name}: {left}{note.text}"
-    files = "file" if found.count == 1 else "files"
-    yield f"{found.count} {files} {'to rewrite' if is_dry else 'rewritten'}"
+    done = "to rewrite" if is_dry else "rewritten"
+    yield f"{found.count} {'file' if found.count == 1 else 'files'} {done}"
     if found.names:
         yield f"moves: {', '.join(sorted(found.names))}"
     if found.held:
@@ -210,9 +201,9 @@ def _describe(found: _Found, is_dry: bool) -> Iterator[str]:
             f"{found.relative} relative imports left: no folder megatron/core, megatron/bridge or "
             "megatron_fsdp is above them"
         )
-    if stays := _list_stays(found):
-        yield f"stays with Megatron, in no package: {', '.join(stays)}"
-    if packages := _list_packages(found):
+    if found.stays:
+        yield f"stays with Megatron, in no package: {', '.join(sorted(found.stays))}"
+    if packages := found.packages:
         yield f"pip install {' '.join(packages)}"
 
 
@@ -232,8 +223,8 @@ def _format_json(found: _Found) -> str:
     ]
     report = {
         "files": files,
-        "packages": _list_packages(found),
-        "stays": _list_stays(found),
+        "packages": found.packages,
+        "stays": sorted(found.stays),
         "held": found.held,
         "relative": found.relative,
     }

@@ -60,6 +60,10 @@ _ENTRIES = (
     "the entry is mcore's: for dist_checkpointing of Megatron, convert the state dict with "
     "mcore.modules.to_megatron_sharded_state_dict"
 )
+_CONTROLLER = (
+    "the controller answers on loopback and changes with POST only; "
+    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it"
+)
 # Differences of every call.
 _ALWAYS = {
     "freeze_moe_router": "freezes the routers of all layers, also of multi-token prediction and "
@@ -74,16 +78,13 @@ _ALWAYS = {
     "local_multi_tensor_scale": "multiplies in float32, so clipped gradients and losses differ in "
     "the last bit, and sets the flag for sources that are not finite; the flag is an integer "
     "tensor with one element (a float one is refused) or None",
-    "StragglerDetector": "the controller answers on loopback and changes with POST only; "
-    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
-    "__straggler__": "the controller answers on loopback and changes with POST only; "
-    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
+    "StragglerDetector": _CONTROLLER,
+    "__straggler__": _CONTROLLER,
     "trace_async_exceptions": "an error in a thread's event loop ends the process by SIGTERM; "
     "on_error= chooses otherwise",
     "WrappedTensor": "can't be copied or pickled",
 }
-_VERSION_CHECK = "is_{}_min_version"
-_VERSION_CHECKS = {_VERSION_CHECK.format(one) for one in ("torch", "te", "fa", "mamba")}
+_VERSION_CHECKS = {f"is_{one}_min_version" for one in ("torch", "te", "fa", "mamba")}
 
 
 def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[str]:

@@ -79,27 +79,22 @@ def _walk_files(folder: Path) -> Iterator[Path]:
 def look_at(file: Path, table: Table) -> Look:
     """Look at a file. A notebook, or one that cannot be read, is for :func:`read`."""
     try:
-        source = file.read_bytes()
+        source = b"" if file.suffix == _NOTEBOOK else file.read_bytes()
     except OSError:
-        return Look(has_module=True)
-    if file.suffix == _NOTEBOOK:
-        return Look(has_module=True)
-    return scan(source, table, find_package(file))
+        source = b""
+    return scan(source, table, find_package(file)) if source else Look(has_module=True)
 
 
 def read(file: Path, table: Table) -> Result | None:
-    """Rewrite the source of a file, without writing it. None if there is nothing to say of it."""
+    """Rewrite the source of a file, without writing it. None for a notebook without old names."""
     try:
         source = file.read_bytes()
     except OSError as error:
         return Result(file, b"", None, f"can't be read: {error.strerror}")
     if file.suffix == _NOTEBOOK:
         return _describe_notebook(file, source, table)
-    package = find_package(file)
-    if not scan(source, table, package).has_work(table):
-        return None
     try:
-        return Result(file, source, rewrite(source, table, package))
+        return Result(file, source, rewrite(source, table, find_package(file)))
     except LayoutError as error:
         return Result(file, source, None, f"is left: {error}")
     except (cst.ParserSyntaxError, UnicodeError, SyntaxError, RecursionError) as error:

@@ -159,7 +159,6 @@ class Findings(cst.CSTVisitor):
             return
         names = [str(one.evaluated_name) for one in node.names]
         homes = {name: self.table.find(f"{module}.{name}") for name in names}
-        self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
         if moved and has_comments(node) and len({*map(moved.get, names)}) > 1:
             self._leave(node, ", ".join(moved), "comments are among the names: move them yourself")

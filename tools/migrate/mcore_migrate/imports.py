@@ -62,18 +62,14 @@ def without(node: cst.Import, unused: Sequence[cst.ImportAlias]) -> cst.Import |
 
 def without_names(node: cst.ImportFrom, unused: Sequence[cst.ImportAlias]) -> cst.ImportFrom | None:
     """A ``from`` import without some of its names, or None if none is left."""
-    if isinstance(node.names, cst.ImportStar):
-        return node
-    kept = [alias for alias in node.names if alias not in unused]
+    kept = [alias for alias in aliases_of(node) if alias not in unused]
     return _keep_names(node, kept) if kept else None
 
 
 def _keep_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
     """The statement with only some of its names. The list ends as before."""
-    if isinstance(node.names, cst.ImportStar):
-        return node
-    *names, last = chosen
-    return node.with_changes(names=[*names, last.with_changes(comma=node.names[-1].comma)])
+    (*_, end), (*names, last) = aliases_of(node), chosen
+    return node.with_changes(names=[*names, last.with_changes(comma=end.comma)])
 
 
 def has_comments(node: cst.Import | cst.ImportFrom) -> bool:

@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +20,7 @@ _SAVES = re.compile(
     + b"|"
     + _FROM % (rb"(?:megatron\.core|\.+[\w.]*)\.?distributed[\w.]*", rb"DistributedDataParallel")
 )
-_CONVERTS = b"to_megatron_sharded_state_dict"
-_ROOTS = (("megatron", "core"), ("megatron", "bridge"), ("megatron_fsdp",))
+_FOLDER = re.compile(r"/((?:megatron/(?:core|bridge)|megatron_fsdp)(?:/.*)?)$")
 
 
 @dataclass
@@ -52,16 +50,15 @@ class Look:
 
 def find_package(file: Path) -> str:
     """The package of a file below a folder of Megatron, such as ``megatron.core.models``."""
-    parts = Path(os.path.abspath(file)).parent.parts
-    for place in range(len(parts)):
-        if any(parts[place : place + len(root)] == root for root in _ROOTS):
-            return ".".join(parts[place:])
-    return ""
+    match = _FOLDER.search(Path(os.path.abspath(file)).parent.as_posix())
+    return match[1].replace("/", ".") if match else ""
 
 
 def scan(source: bytes, table: Table, package: str) -> Look:
     """Look at a source in a package."""
-    look = Look(saves=bool(_SAVES.search(source)), converts=_CONVERTS in source)
+    look = Look(
+        saves=bool(_SAVES.search(source)), converts=b"to_megatron_sharded_state_dict" in source
+    )
     if not table.hint.search(source):
         return look
     try:
@@ -82,7 +79,8 @@ def scan(source: bytes, table: Table, package: str) -> Look:
             _scan_from(node, look, table, package)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             look.has_module |= node.value in table.modules
-            look.names |= {*_find_names(node.value, table)}
+            if start := table.find_start(node.value):
+                look.names.add(table.homes[start].name)
     return look
 
 
@@ -95,15 +93,6 @@ def _scan_from(node: ast.ImportFrom, look: Look, table: Table, package: str) -> 
         return
     paths = {f"{module}.{name}" for name in names}
     look.names |= {table.homes[path].name for path in paths & table.homes.keys()}
-    look.has_module |= not table.packages.isdisjoint(paths)
-    look.has_module |= module in table.modules and "*" in names
+    is_star = module in table.modules and "*" in names
+    look.has_module |= is_star or not table.packages.isdisjoint(paths)
     look.stays |= table.without_home(paths - {f"{module}.*"})
-
-
-def _find_names(text: str, table: Table) -> Iterator[str]:
-    """The name of the page in a string such as ``"megatron.core.utils.divide"``."""
-    for module in table.modules:
-        rest = text.removeprefix(f"{module}.")
-        home = table.homes.get(f"{module}.{rest.partition('.')[0]}") if rest != text else None
-        if home is not None:
-            yield home.name

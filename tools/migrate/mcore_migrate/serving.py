@@ -110,7 +110,7 @@ class Serving:
                 try:
                     ours = getattr(importlib.import_module(home.module), name)
                 except ImportError as error:
-                    reason = f"{home.package} cannot be imported: {error}"
+                    reason = f"{home.package} is not installed or cannot be imported: {error}"
                 else:
                     reason = _compare_order(getattr(module, name), ours)
             if not reason:
@@ -125,8 +125,6 @@ class Serving:
             return DIFFERENT[home.name]
         if not hasattr(module, home.name):
             return "this release does not have it"
-        if not _is_found(home.module):
-            return f"{home.package} is not installed"
         return ""
 
     def _replace(self, module: ModuleType, name: str, value: Any) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-_PAGE = "migration.md"
 _ROW = re.compile(
     r"^\| `(\w+)` \| `([^|]+)` \| `([\w.]+)` \| ([^|]*) \|(?: ([^|]*)\|)?", re.MULTILINE
 )
@@ -99,16 +97,17 @@ class Table:
             and one not in self.packages
         }
 
+    def find_start(self, path: str) -> str:
+        """The old path at the start of a longer one, or of a text. Empty if there is none."""
+        parts = path.split(".") if path.partition(".")[0] in self.roots else []
+        starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((start for start in starts if start in self.homes), "")
+
     def moved(self, path: str) -> str | None:
         """The new form of a path to a name or to an attribute of it, or None if it stays."""
-        for module in self.modules:
-            rest = path.removeprefix(f"{module}.")
-            if rest != path:
-                name, dot, inside = rest.partition(".")
-                home = self.find(f"{module}.{name}")
-                if home is not None:
-                    return f"{home.module}.{name}{dot}{inside}"
-        return None
+        start = self.find_start(path)
+        home = self.find(start)
+        return f"{home.module}.{home.name}{path[len(start) :]}" if home else None
 
 
 def _join(words: Iterable[str]) -> str:
@@ -117,6 +116,6 @@ def _join(words: Iterable[str]) -> str:
 
 def read_table() -> Table:
     """The table of the page. In an installation the page is in this folder."""
-    beside = _HERE / _PAGE
-    page = beside if beside.exists() else _HERE.parents[1] / "docs" / _PAGE
+    beside = Path(__file__).with_name("migration.md")
+    page = beside if beside.exists() else beside.parents[2] / "docs/migration.md"
     return Table(page.read_text(encoding="utf-8"))

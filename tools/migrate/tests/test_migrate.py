@@ -21,6 +21,7 @@ from mcore_migrate.__main__ import main
 from mcore_migrate.differences import _GROUPS, POSITIONAL
 from mcore_migrate.files import Result, read, written
 from mcore_migrate.rewrite import rewrite
+from mcore_migrate.scan import scan
 from mcore_migrate.table import Table, read_table
 from monorepo.isolation.venv import build
 
@@ -187,13 +188,21 @@ def test_what_replaces_a_name_of_the_old_module_is_told() -> None:
     ]
 
 
-def test_a_flag_that_is_handed_on_and_a_controller_that_is_configured_are_told() -> None:
+def test_calls_that_always_differ_are_told() -> None:
     source = (
         "from megatron.core.utils import __straggler__ as s, local_multi_tensor_applier as apply\n"
+        "from megatron.core.utils import unwrap_model, make_sharded_tensor_for_checkpoint as make\n"
+        "from megatron_fsdp.utils import FSDPDistributedIndex as Index\n"
+        "from megatron.core.utils import local_multi_tensor_scale\n"
         "s.configure(2, 0)\napply(scale, flag, [a, b], 2.0)\ns.report()\n"
+        "unwrap_model(model)\nunwrap_model(model, (A, B))\nmake(t, 'k', tp_group=g)\n"
+        "Index(m, 's', 'o', 't', h, True)\nIndex(m, 's', 'o', 't', h)\n"
+        "local_multi_tensor_scale(1, f, [a, b], 2.0)\n"
     )
-    notes = [(one.line, one.name) for one in rewrite(source.encode(), TABLE).notes]
-    assert notes == [(2, "__straggler__"), (3, "local_multi_tensor_applier")]
+    notes = rewrite(source.encode(), TABLE).notes
+    assert [one.line for one in notes] == [5, 6, 8, 10, 11, 13]
+    assert "to_megatron_sharded_state_dict" in notes[3].text
+    assert "differ in the last bit" in notes[5].text
 
 
 def test_lines_are_those_of_the_file_as_it_is_left(
@@ -266,10 +275,8 @@ def test_what_no_package_has_is_named() -> None:
         "from megatron.core.utils import other, divide\nfrom megatron.core import utils, models\n"
         "utils.more()\nutils.divide(4, 2)\n"
     )
-    assert rewrite(source.encode(), TABLE).stays == {
-        "megatron.core.utils.other",
-        "megatron.core.utils.more",
-    }
+    found = rewrite(source.encode(), TABLE).stays | scan(source.encode(), TABLE, "").stays
+    assert found == {"megatron.core.utils.other", "megatron.core.utils.more"}
 
 
 def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
@@ -468,10 +475,14 @@ def test_entries_stay_in_a_tree_with_megatrons_checkpoints(
     assert "from mcore.modules import MegatronModule" in (copied_tree / "models/a.py").read_text()
 
 
-def test_many_files_are_rewritten_by_several_processes(tmp_path: Path) -> None:
+def test_many_files_are_rewritten_by_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for number in range(40):
         (tmp_path / f"{number}.py").write_text("from megatron.core.utils import divide\n")
     assert main([str(tmp_path)]) == 0
+    assert "[###############               ] 20 of 40 files" in capsys.readouterr().err
     new = "from mcore.tensor import divide\n"
     assert {one.read_text() for one in tmp_path.iterdir()} == {new}
     with pytest.raises(SystemExit, match="2"):

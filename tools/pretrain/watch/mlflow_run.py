@@ -144,8 +144,9 @@ def warn_like_the_job() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
-    sender = logging.getLogger("mcore.observe.sinks.delivery.sender")
-    sender.addFilter(lambda record: record.levelno < logging.ERROR)
+    # The summary names the values that have not arrived.
+    runs = logging.getLogger("mcore.observe.sinks.delivery.tracker_run")
+    runs.addFilter(lambda record: "have not arrived" not in str(record.msg))
 
 
 class _Writer:

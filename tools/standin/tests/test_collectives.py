@@ -13,8 +13,8 @@ from standin.recording import HostWaitError, no_host_waits
 GROUP = "standin:standin_nccl"
 
 
-def here(*values, dtype=torch.float32):
-    return torch.tensor(values, dtype=dtype).to("standin")
+def here(*values):
+    return torch.tensor(values).to("standin")
 
 
 def all_kinds():
@@ -65,12 +65,12 @@ def too_early():
     elsewhere = gathered + 0
     torch.accelerator.current_stream().wait_stream(side)
     for source in (tensor, late):  # changed by one collective, and read by another
-        works = [dist.all_reduce(tensor, async_op=True), dist.all_gather_into_tensor(
-            gathered, late, async_op=True)]  # fmt: skip
+        work = dist.all_reduce(tensor, async_op=True)
+        other = dist.all_gather_into_tensor(gathered, late, async_op=True)
         with pytest.raises(RaceError, match=r"is changed at \S*test_collectives.py:\d+"):
             source.fill_(7)
-        for work in works:
-            work.wait()
+        work.wait()
+        other.wait()
         source.fill_(2)
     return early.tolist(), late.tolist(), elsewhere.tolist(), (gathered + 0).tolist()
 
@@ -84,9 +84,7 @@ def test_results_are_poison_and_sources_in_use_until_the_stream_has_waited():
 REFUSED = {
     "No backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
     "backend constrained to standin:0": lambda: dist.all_reduce(torch.ones(2, device="standin:1")),
-    "supported for NCCL process group: torch.int16": lambda: dist.all_reduce(
-        here(1, dtype=torch.int16)
-    ),
+    "supported for NCCL process group: torch.int16": lambda: dist.all_reduce(here(1.0).short()),
     "Tensors must be contiguous": lambda: dist.all_reduce(torch.ones(2, 3, device="standin").t()),
     "Float8": lambda: dist.all_reduce(here(1.0).to(torch.float8_e4m3fn)),
     "recvAnysource": lambda: dist.recv(here(1.0)),
@@ -98,7 +96,7 @@ def refused():
     for text, call in REFUSED.items():
         with pytest.raises(Exception, match=text):
             call()
-    dist.all_reduce(here(1, dtype=torch.int32))
+    dist.all_reduce(here(1.0).int())
     dist.broadcast(here(1.0).to(torch.float8_e4m3fn), 0)
 
 

@@ -56,7 +56,7 @@ class AttributeNotFoundError(RuntimeError):
 
 
 class ModelListError(RuntimeError, TypeError):
-    """A list or tuple of models was given where one model is expected.
+    """A list or tuple of models was given instead of one model.
 
     Example:
         >>> try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.groups import AnyGroup, get_pg_rank, get_pg_size
 from mcore.parallel.process_groups.default import group_or_default
 from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import is_distributed
@@ -30,7 +30,7 @@ _PACKED_MARK = "_mcore_is_packed_cp_shard"
 
 def get_batch_on_this_cp_rank(
     batch: dict[str, Any],
-    cp_group: GroupLike | None = None,
+    cp_group: AnyGroup | None = None,
     *,
     is_hybrid_cp: bool = False,
     hybrid_cp_group_func: Callable[..., Any] | None = None,

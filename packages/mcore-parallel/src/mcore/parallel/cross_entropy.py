@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore.parallel.agreement import check_on_all_ranks
-from mcore.parallel.groups import GroupLike
+from mcore.parallel.groups import AnyGroup
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.tensor_memory import bytes_of
 
@@ -20,7 +20,7 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
-    tp_group: GroupLike | None = None,
+    tp_group: AnyGroup | None = None,
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,

@@ -231,13 +231,12 @@ def _check_mesh(argument: str, mesh: object) -> None:
 
 
 def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -> None:
-    if name in (mesh.mesh_dim_names or ()) or name in get_mesh_names(mesh):
-        return
-    raise ValueError(
-        f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
-        f"{_list_dims(mesh)}. Name one of these, or make a mesh that has it as a separate "
-        "dimension (_unflatten)"
-    )
+    if name not in get_mesh_names(mesh):
+        raise ValueError(
+            f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
+            f"{_list_dims(mesh)}. Name one of these, or make a mesh that has it as a separate "
+            "dimension (_unflatten)"
+        )
 
 
 def _list_dims(mesh: DeviceMesh) -> str:

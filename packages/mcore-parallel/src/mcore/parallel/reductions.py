@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import check_tensors, max_or_raise
-from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
+from mcore.parallel.groups import AnyGroup, GroupLike, as_process_group, comm_device, get_pg_size
 from mcore.parallel.process_groups.default import group_of_several
 
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ _MAGNITUDE = 2**63 - 1
 
 
 def reduce_max_stat_across_model_parallel_group(
-    stat: Stat, mp_group: GroupLike | None
+    stat: Stat, mp_group: AnyGroup | None
 ) -> float | None:
     """Return the largest value of a statistic over a group, such as the gradient norm.
 
@@ -59,7 +59,7 @@ def reduce_max_stat_across_model_parallel_group(
 
 
 def logical_and_across_model_parallel_group(
-    input: bool | torch.Tensor, mp_group: GroupLike | None
+    input: bool | torch.Tensor, mp_group: AnyGroup | None
 ) -> bool:
     """Return whether a condition holds on every rank of a group.
 
@@ -92,8 +92,7 @@ def logical_and_across_model_parallel_group(
 
 
 def reduce_max_memory_across_pp_group(
-    memory_report: Mapping[str, int | float],
-    pp_group: GroupLike | None,
+    memory_report: Mapping[str, int | float], pp_group: AnyGroup | None
 ) -> dict[str, int | float]:
     """Return the maximum of every entry of a memory report over the pipeline stages.
 
@@ -141,9 +140,7 @@ def reduce_max_memory_across_pp_group(
 
 
 def reduce_step_stats(
-    stats: Mapping[str, Stat],
-    flags: Mapping[str, bool | torch.Tensor],
-    group: GroupLike | None,
+    stats: Mapping[str, Stat], flags: Mapping[str, bool | torch.Tensor], group: AnyGroup | None
 ) -> tuple[dict[str, float | None], dict[str, bool]]:
     """Reduce all statistics and conditions of one training step in a single collective.
 

@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore.parallel.agreement import check_on_all_ranks, check_tensors, is_checking_tensors
-from mcore.parallel.groups import GroupLike, comm_device
+from mcore.parallel.groups import AnyGroup, comm_device
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
@@ -72,7 +72,7 @@ SEQUENCE_DIM = 0
 LAST_DIM = -1
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: AnyGroup | None = None) -> Tensor:
     """Enter a tensor-parallel region with a replicated tensor. Backward sums the gradients.
 
     Args:
@@ -97,7 +97,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
 
 
 def reduce_from_tensor_model_parallel_region(
-    input_: Tensor, group: GroupLike | None = None
+    input_: Tensor, group: AnyGroup | None = None
 ) -> Tensor:
     """Leave a tensor-parallel region by summing the ranks' tensors. Backward is the identity.
 
@@ -122,7 +122,7 @@ def reduce_from_tensor_model_parallel_region(
 
 
 def scatter_to_tensor_model_parallel_region(
-    input_: Tensor, group: GroupLike | None = None
+    input_: Tensor, group: AnyGroup | None = None
 ) -> Tensor:
     """Keep this rank's slice of the last dim. Backward all-gathers it.
 
@@ -148,7 +148,7 @@ def scatter_to_tensor_model_parallel_region(
 
 
 def gather_from_tensor_model_parallel_region(
-    input_: Tensor, group: GroupLike | None = None
+    input_: Tensor, group: AnyGroup | None = None
 ) -> Tensor:
     """Concatenate the ranks' tensors along the last dim. Backward keeps this rank's slice.
 
@@ -174,7 +174,7 @@ def gather_from_tensor_model_parallel_region(
 
 def scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: GroupLike | None = None,
+    group: AnyGroup | None = None,
     *,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -207,7 +207,7 @@ def scatter_to_sequence_parallel_region(
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: GroupLike | None = None,
+    group: AnyGroup | None = None,
     *,
     output_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -249,7 +249,7 @@ def gather_from_sequence_parallel_region(
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: GroupLike | None = None,
+    group: AnyGroup | None = None,
     *,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -281,7 +281,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 def all_to_all(
     input_: Tensor,
-    group: GroupLike | None = None,
+    group: AnyGroup | None = None,
     *,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
@@ -343,7 +343,7 @@ def _apply_across(
     run: Callable[..., Tensor],
     reverse: Callable[..., Tensor],
     input_: Tensor,
-    group: GroupLike | None,
+    group: AnyGroup | None,
     *,
     sizes: tuple[str, Sequence[int] | None] = ("", None),
     **options: Any,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.agreement import first_difference, max_or_raise
-from mcore.parallel.groups import GroupLike, comm_device, group_ranks
+from mcore.parallel.groups import AnyGroup, comm_device, group_ranks
 from mcore.parallel.param_hashing import NamedParam, hash_params, named_params
 from mcore.parallel.process_groups.default import get_default_process_groups, group_of_several
 from mcore.parallel.torch_compat import is_distributed
@@ -64,8 +64,8 @@ def check_param_hashes_across_dp_replicas(
     model: nn.Module | Sequence[nn.Module],
     cross_check: bool = False,
     *,
-    dp_group: GroupLike | None = None,
-    expert_dp_group: GroupLike | None = None,
+    dp_group: AnyGroup | None = None,
+    expert_dp_group: AnyGroup | None = None,
     num_threads: int | None = None,
     bit_exact: bool = True,
 ) -> bool:
@@ -189,7 +189,7 @@ def param_hashes(
 
 
 def _resolve_groups(
-    given: Mapping[str, GroupLike | None],
+    given: Mapping[str, AnyGroup | None],
 ) -> tuple[dict[str, dist.ProcessGroup], Exception | None]:
     """Return the usable groups of several ranks, and the error of a group that is not usable."""
     groups: dict[str, dist.ProcessGroup] = {}
@@ -206,7 +206,7 @@ def _resolve_groups(
 
 
 def _warn_of_unchecked(
-    params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, GroupLike | None]
+    params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, AnyGroup | None]
 ) -> None:
     """Warn when parameters go unchecked because no group was given for them."""
     if not is_distributed() or get_default_process_groups() is not None:

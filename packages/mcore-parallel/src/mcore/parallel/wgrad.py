@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import require_equal
-from mcore.parallel.groups import GroupLike, as_process_group
+from mcore.parallel.groups import AnyGroup, as_process_group, take_group
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.tensor.buffers import get_global_memory_buffer
 
@@ -136,7 +136,7 @@ def drain_embedding_wgrad_compute(
     embedding_activation_buffer: list[torch.Tensor],
     grad_output_buffer: list[torch.Tensor],
     weight: torch.Tensor,
-    tp_group: GroupLike | None,
+    tp_group: AnyGroup | None,
 ) -> None:
     """Compute all deferred weight gradients: ``main_grad += grad^T @ input`` for every pair.
 
@@ -177,13 +177,23 @@ def drain_embedding_wgrad_compute(
         ([[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]], [], [])
     """
     inputs, grads = embedding_activation_buffer, grad_output_buffer
-    group = as_process_group(tp_group)
+    group = as_process_group(take_group(tp_group, "tp"))
     is_split = getattr(config, "sequence_parallel", False)
     gather_group = group if group is not None and group.size() > 1 and is_split else None
-    if gather_group is None:
-        _check_pairs(inputs, grads, weight, 1)
-    else:
-        _agree(inputs, grads, weight, gather_group)
+    num_ranks = 1 if gather_group is None else gather_group.size()
+    error: Exception | None = None
+    try:
+        _check_pairs(inputs, grads, weight, num_ranks)
+        for index, input_ in enumerate(inputs if num_ranks > 1 else ()):
+            size, slot = num_ranks * input_.numel(), _SLOT_NAMES[index % 2]
+            get_global_memory_buffer().reserve(size, input_.dtype, slot, device=input_.device)
+    except Exception as own_error:
+        if gather_group is None:
+            raise
+        error = own_error
+    if gather_group is not None:  # all ranks raise if any rank fails
+        shapes = [(tuple(input_.shape), str(input_.dtype)) for input_ in inputs]
+        require_equal({"embedding_activation_buffer": shapes}, error, gather_group)
     use_fused = bool(getattr(config, "gradient_accumulation_fusion", False))
     pending = _start_gather(inputs[0], 0, gather_group) if inputs else None
     count = 0
@@ -270,29 +280,6 @@ def _check_pairs(
                 f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}: pass "
                 "tensors whose last dimensions are those of main_grad"
             )
-
-
-def _agree(
-    inputs: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    weight: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> None:
-    """Check on every rank, reserve the buffers, and raise on all ranks if any rank fails."""
-    error: Exception | None = None
-    try:
-        _check_pairs(inputs, grads, weight, group.size())
-        for index, input_ in enumerate(inputs):
-            get_global_memory_buffer().reserve(
-                group.size() * input_.numel(),
-                input_.dtype,
-                _SLOT_NAMES[index % 2],
-                device=input_.device,
-            )
-    except Exception as own_error:
-        error = own_error
-    shapes = [(tuple(input_.shape), str(input_.dtype)) for input_ in inputs]
-    require_equal({"embedding_activation_buffer": shapes}, error, group)
 
 
 def check_main_grad(main_grad: object) -> torch.Tensor:

@@ -164,7 +164,7 @@ def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
     required = _field(installed, "Requires-Python")
     running = ".".join(str(part) for part in sys.version_info[:3])
     try:
-        excluded = required and not SpecifierSet(required).contains(running, prereleases=True)
+        excluded = required and not SpecifierSet(required).contains(running)
     except InvalidSpecifier:
         excluded = False  # the wheel's tags are checked nevertheless
     if excluded:

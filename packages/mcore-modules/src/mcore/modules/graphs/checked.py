@@ -76,6 +76,7 @@ class CheckedGraph:
         self._strict = strict
         self._watches_backward = watches_backward
         self._last: weakref.ref[FlightToken] | None = None
+        self.backward_dw: Callable[[], object] | None = None  # computes delayed weight gradients
 
     @property
     def is_busy(self) -> bool:
@@ -120,7 +121,7 @@ class CheckedGraph:
 
     def reset(self) -> None:
         """Free the graph. Later calls raise GraphStateError. A second reset does nothing."""
-        self._replay = None
+        self._replay = self.backward_dw = None
         free, self._free = self._free, None
         if free is not None:
             free()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mcore.parallel.agreement import check_tensors
-from mcore.parallel.groups import GroupLike
+from mcore.parallel.groups import AnyGroup
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.rng.shared import existing_tracker
 from mcore.parallel.rng.tracker import RngTracker
@@ -115,7 +115,7 @@ def checkpoint_activations(
     function: Callable[..., _R],
     distribute_saved_activations: bool,
     *args: Any,
-    tp_group: GroupLike | None = None,
+    tp_group: AnyGroup | None = None,
     tracker: RngTracker | None = None,
 ) -> _R:
     """Run a function without keeping its activations, which backward recomputes.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import Timer
-from mcore.observe.timers.timer import DeviceClock, DisabledTimer, HostClock
+from mcore.observe.timers import DeviceClock, DisabledTimer, HostClock
 from rank_testing import run_ranks
 
 

@@ -6,7 +6,7 @@ import torch
 
 import mcore.observe.nvtx as nvtx
 from mcore.observe import configure_nvtx_profiling, nvtx_decorator, nvtx_range
-from mcore.observe.nvtx.backends import Pins, select_backend
+from mcore.observe.nvtx import Pins, select_backend
 
 COLOURS = {None: "green by default", "blue": 0x0000FF, "#ff0000": 0xFF0000}
 
@@ -124,7 +124,7 @@ def test_torch_nvtx_calls(monkeypatch, no_package):
             torch.cuda.nvtx, name, lambda *args, name=name: calls.append((name, *args)) or 17
         )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("mcore.observe.nvtx.backends._find_nvtx_problem", lambda: None)
+    monkeypatch.setattr("mcore.observe.nvtx._find_nvtx_problem", lambda: None)
     configure_nvtx_profiling(True)
     assert nvtx._backend.name == "torch.cuda.nvtx"
 
@@ -184,7 +184,7 @@ def test_torch_names_are_kept_alive(monkeypatch):
     pushed = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
-    monkeypatch.setattr("mcore.observe.nvtx.backends._find_nvtx_problem", lambda: None)
+    monkeypatch.setattr("mcore.observe.nvtx._find_nvtx_problem", lambda: None)
     configure_nvtx_profiling(True, backend="torch.cuda.nvtx")
     for _ in range(2):
         with nvtx_range("made", "up"):

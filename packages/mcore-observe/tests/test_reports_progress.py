@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe import TrainState, report_runtime, report_throughput
-from mcore.observe.reports import progress
+from mcore.observe import TrainState, report_runtime, report_throughput, reports
 
 TRAIN = SimpleNamespace(micro_batch_size=4, global_batch_size=64)
 
@@ -108,7 +107,7 @@ def test_stamps_that_cannot_be_are_a_warning_on_rank_0(history, why, caplog, mon
     assert "iteration 77" in record.getMessage()
     assert "elapsed_wct" in record.getMessage()
     caplog.clear()
-    monkeypatch.setattr(progress, "process_rank", lambda: 1)
+    monkeypatch.setattr(reports, "process_rank", lambda: 1)
     assert report_throughput(TRAIN, 77, 1, history, 2) == {}
     assert caplog.records == []
 

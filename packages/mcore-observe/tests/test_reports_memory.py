@@ -8,10 +8,10 @@ from mcore.observe import (
     MEMORY_KEYS_TABLE,
     ProfilingConfig,
     report_memory,
+    reports,
     start_memory_history_recording,
 )
-from mcore.observe.reports import memory
-from mcore.observe.reports.memory import save_snapshot_at_profile_end
+from mcore.observe.reports import save_snapshot_at_profile_end
 from rank_testing import run_ranks
 
 
@@ -81,7 +81,7 @@ def test_the_process_where_there_is_no_accelerator():
 
 @pytest.fixture(autouse=True)
 def fresh_process():
-    for cached in (memory._warn_no_cuda, memory._start_recording):
+    for cached in (reports._warn_no_cuda, reports._start_recording):
         cached.cache_clear()
 
 
@@ -112,7 +112,7 @@ def profiling(path, **options):
 
 
 def at_rank(monkeypatch, rank):
-    monkeypatch.setattr(memory, "process_rank", lambda: rank)
+    monkeypatch.setattr(reports, "process_rank", lambda: rank)
 
 
 @pytest.mark.parametrize(

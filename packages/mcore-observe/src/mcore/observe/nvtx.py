@@ -1,26 +1,212 @@
 """Named ranges for profilers: push and pop, a context manager and a decorator.
 
-All ranges are off until :func:`configure_nvtx_profiling` switches them on.
+All ranges are off until :func:`configure_nvtx_profiling` switches them on. A backend shows them:
+the nvtx package, torch's NVTX calls or the torch profiler.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from sys import _getframe
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
+import torch
+
 from mcore.observe.async_tasks import kind_of, wrap_lifetime
-from mcore.observe.nvtx.backends import (
-    NoBackend,
-    RangeBackend,
-    check_backend_name,
-    select_backend,
-)
+
+logger = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Pins(dict[_Key, _Value]):
+    """Values by key, made at the first access and kept alive for the process, up to ``limit``.
+
+    A CUDA graph that recorded a range keeps a pointer to its name, which must stay valid.
+    """
+
+    def __init__(self, make: Callable[[_Key], _Value], limit: int = 65536) -> None:
+        super().__init__()
+        self._make = make
+        self._limit = limit
+        self._warned = False
+
+    def __missing__(self, key: _Key) -> _Value:
+        value = self._make(key)
+        if len(self) < self._limit:
+            return self.setdefault(key, value)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "more than %d different range names. Further names are not kept alive: do not "
+                "record them in CUDA graphs, and remove numbers that change from the names",
+                self._limit,
+            )
+        return value
+
+
+class RangeBackend:
+    """Opens and closes ranges of one thread, and ranges that belong to no thread's stack.
+
+    This one shows nothing.
+    """
+
+    name = "none"
+
+    def push(self, message: str, color: str | None) -> Any:
+        """Open a range of the current thread and return the handle for ``pop``."""
+
+    def pop(self, handle: Any) -> None:
+        """Close the innermost range of the current thread."""
+
+    def start(self, message: str, color: str | None) -> Any:
+        """Open a range that may overlap others and return the handle for ``end``."""
+        return self.push(message, color)
+
+    def end(self, handle: Any) -> None:
+        """Close that range."""
+        self.pop(handle)
+
+
+class NvtxPackageBackend(RangeBackend):
+    """The ``nvtx`` package: the domain ``mcore``, with colours."""
+
+    name = "nvtx"
+
+    def __init__(self) -> None:
+        try:
+            import nvtx
+
+            self._domain = nvtx.get_domain("mcore")
+        except Exception as error:
+            raise RuntimeError(
+                f'the range backend "nvtx" cannot work ({type(error).__name__}: {error}): '
+                'pip install "mcore-observe[nvtx]", or choose another backend'
+            ) from error
+        self._looks: Pins[tuple[str, str | None], Any] = Pins(self._make_look)
+        self._warned = False
+
+    def push(self, message: str, color: str | None) -> None:
+        """Open a range of the current thread."""
+        self._domain.push_range(self._looks[message, color])
+
+    def pop(self, handle: None) -> None:
+        """Close the innermost range of the current thread."""
+        self._domain.pop_range()
+
+    def start(self, message: str, color: str | None) -> Any:
+        """Open a range that may overlap others."""
+        return self._domain.start_range(self._looks[message, color])
+
+    def end(self, handle: Any) -> None:
+        """Close that range."""
+        self._domain.end_range(handle)
+
+    def _make_look(self, key: tuple[str, str | None]) -> Any:
+        message, color = key
+        try:
+            return self._domain.get_event_attributes(message=message, color=color)
+        except Exception as error:  # the error's type depends on the kind of colour
+            if color is None:
+                raise
+            if not self._warned:
+                self._warned = True
+                logger.warning("the colour %r is replaced by the default: %s", color, error)
+            return self._domain.get_event_attributes(message=message, color=None)
+
+
+class TorchNvtxBackend(RangeBackend):
+    """The NVTX calls of torch's CUDA builds, without colours."""
+
+    name = "torch.cuda.nvtx"
+
+    def __init__(self) -> None:
+        problem = _find_nvtx_problem()
+        if problem is not None:
+            raise RuntimeError(
+                f'the range backend "torch.cuda.nvtx" cannot work with torch {torch.__version__} '
+                f"({problem}): install a CUDA build of torch, or choose another backend"
+            )
+        self._nvtx: Any = torch.cuda.nvtx
+        self._names: Pins[str, str] = Pins(str)
+
+    def push(self, message: str, color: str | None) -> None:
+        """Open a range of the current thread."""
+        self._nvtx.range_push(self._names[message])
+
+    def pop(self, handle: None) -> None:
+        """Close the innermost range of the current thread."""
+        self._nvtx.range_pop()
+
+    def start(self, message: str, color: str | None) -> Any:
+        """Open a range that may overlap others."""
+        return self._nvtx.range_start(self._names[message])
+
+    def end(self, handle: Any) -> None:
+        """Close that range."""
+        self._nvtx.range_end(handle)
+
+
+class RecordBackend(RangeBackend):
+    """``torch.profiler.record_function``: for the torch profiler, without a GPU too."""
+
+    name = "record"
+
+    def push(self, message: str, color: str | None) -> Any:
+        """Open a range."""
+        record: Any = torch.profiler.record_function(message)
+        record.__enter__()
+        return record
+
+    def pop(self, handle: Any) -> None:
+        """Close that range."""
+        handle.__exit__(None, None, None)
+
+
+BACKENDS: dict[str, Callable[[], RangeBackend]] = {
+    backend.name: backend
+    for backend in (NvtxPackageBackend, TorchNvtxBackend, RecordBackend, RangeBackend)
+}
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ValueError unless ``name`` is ``"auto"`` or a key of ``BACKENDS``."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"unknown range backend {name!r}: choose from {['auto', *BACKENDS]}")
+
+
+def select_backend(name: str) -> RangeBackend:
+    """Make the backend of a name. ``"auto"`` is the first that works and has a viewer."""
+    check_backend_name(name)
+    if name != "auto":
+        return BACKENDS[name]()
+    try:
+        return NvtxPackageBackend()
+    except RuntimeError:
+        pass
+    # Without a device no CUDA trace can show the ranges, but a CPU trace can.
+    if torch.cuda.is_available() and _find_nvtx_problem() is None:
+        return TorchNvtxBackend()
+    return RecordBackend()
+
+
+@functools.cache
+def _find_nvtx_problem() -> str | None:
+    """Return the error of torch's NVTX calls, or None if they work. Tried once per process."""
+    nvtx: Any = torch.cuda.nvtx
+    try:
+        nvtx.range_push("mcore.observe")
+        nvtx.range_pop()
+    except Exception as error:
+        return str(error)
+    return None
+
 
 __all__ = [
     "configure_nvtx_profiling",
@@ -37,7 +223,7 @@ _OpenRange: TypeAlias = "tuple[RangeBackend, Any]"
 _nvtx_enabled: bool = False
 # True while a thread may have an open range: after a switch-off its pops must still close it.
 _may_be_open: bool = False
-_backend: RangeBackend = NoBackend()
+_backend = RangeBackend()
 _NO_MODULE = "<unknown>"
 _NO_RANGE: AbstractContextManager[None] = nullcontext()
 
@@ -310,12 +496,7 @@ class _StackedRange:
         self._depth = len(_thread.stack.messages)
         self._opened = _open(self._message, self._color)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         _thread.stack.close_down_to(self._depth, self._opened)
         if not _nvtx_enabled:
             _note_open_ranges()
@@ -332,10 +513,5 @@ class _FreeRange:
         self._backend = _backend
         self._handle = self._backend.start(self._message, self._color)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._backend.end(self._handle)

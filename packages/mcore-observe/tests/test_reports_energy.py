@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import EnergyMonitor
-from mcore.observe.reports.energy import open_device_handle
+from mcore.observe.reports import open_device_handle
 from rank_testing import run_ranks
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
@@ -16,8 +16,7 @@ from urllib.parse import parse_qs
 
 import torch
 
-from mcore.observe.straggler.outliers import Outlier
-from mcore.observe.straggler.server.page.history import MOST_ROWS, SPREAD, Columns, Episode, History
+from mcore.observe.straggler.server.page_history import MOST_ROWS, Episode, History
 
 _FILES = {
     "/ui": ("index.html", "text/html; charset=utf-8"),
@@ -114,7 +113,7 @@ class PageAnswers:
                         summary="worst" if how == "worst" else "median",
                         most_rows=rows,
                     )
-                    self._answers[key] = _describe_columns(columns)
+                    self._answers[key] = _pack_columns(columns)
                 answer["map"] = self._answers[key]
             answer["known"] = history.known()
             answer["oldest"] = history.num_reports - history.num_kept
@@ -158,13 +157,20 @@ class PageAnswers:
     def _list_slow(self) -> dict[str, Any]:
         slow = self._history.slow()
         medians = self._history.medians() if slow else []
-        ranks = [
-            {
-                **self._describe_episode(episode),
-                "signs": [self._describe_sign(one, medians) for one in signs],
-            }
-            for episode, signs in slow[:_MOST_SLOW]
-        ]
+        numbers = {metric.name: at for at, metric in enumerate(self._history.metrics)}
+        ranks = []
+        for episode, outliers in slow[:_MOST_SLOW]:
+            signs = [
+                {
+                    "metric": numbers.get(one.metric, 0),
+                    "value": _round(one.value),
+                    "median": _round(medians[numbers.get(one.metric, 0)]),
+                    "z": _round(one.z),
+                    "score": _round(one.score),
+                }
+                for one in outliers
+            ]
+            ranks.append({**self._describe_episode(episode), "signs": signs})
         is_measuring = self._history.is_measuring
         return {"count": len(slow), "ranks": ranks, "measuring": is_measuring}
 
@@ -172,32 +178,18 @@ class PageAnswers:
         host, device = self._history.places[episode.rank]
         return {**asdict(episode), "host": host, "device": device}
 
-    def _describe_sign(self, outlier: Outlier, medians: Sequence[float]) -> dict[str, Any]:
-        metric = next(
-            (at for at, one in enumerate(self._history.metrics) if one.name == outlier.metric), 0
-        )
-        return {
-            "metric": metric,
-            "value": _round(outlier.value),
-            "median": _round(medians[metric]),
-            "z": _round(outlier.z),
-            "score": _round(outlier.score),
-        }
 
-
-def _describe_columns(columns: Columns) -> dict[str, Any]:
-    packed = bytearray(columns.codes.numel() * columns.codes.element_size())
+def _pack_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    codes: torch.Tensor = columns["codes"]
+    packed = bytearray(codes.numel() * codes.element_size())
     if packed:  # frombuffer refuses an empty buffer, and numpy is no dependency
-        torch.frombuffer(packed, dtype=columns.codes.dtype).copy_(columns.codes.flatten())
-    spread = zip(*columns.spread, strict=True) if columns.spread else [()] * len(SPREAD)
-    return {
-        "first_report": columns.first_report,
-        "times": [round(one, 3) for one in columns.times],
-        "group": columns.group,
-        "rows": columns.codes.shape[-1],
-        "low": _round_all(columns.low),
-        "high": _round_all(columns.high),
-        "spread": dict(zip(SPREAD, map(_round_all, spread), strict=True)),
+        torch.frombuffer(packed, dtype=codes.dtype).copy_(codes.flatten())
+    return columns | {
+        "times": [round(one, 3) for one in columns["times"]],
+        "rows": codes.shape[-1],
+        "low": _round_all(columns["low"]),
+        "high": _round_all(columns["high"]),
+        "spread": {name: _round_all(values) for name, values in columns["spread"].items()},
         "codes": base64.b64encode(packed).decode("ascii"),
     }
 

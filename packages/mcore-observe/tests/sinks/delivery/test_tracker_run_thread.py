@@ -1,3 +1,5 @@
+"""The thread of a run: order, full calls, outages, hanging calls and the end."""
+
 import logging
 import threading
 import time
@@ -6,25 +8,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.sinks.delivery.sender import MetricSender
-from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.delivery import tracker_run
+from mcore.observe.sinks.delivery.spool import Spool, read_spool
+from mcore.observe.sinks.delivery.tracker_run import TrackerRun
 from rank_testing.scripts import run_script
 
 
-def entry(step, num=1):
-    return StepMetrics({f"m{i}": float(step) for i in range(num)}, step, step)
+class Run(TrackerRun):
+    """A run of a tracker that is one function."""
+
+    first_retry_s = 0.01
+
+    def __init__(self, send, *, name="tracker", spool=None, closing_s=60.0, **settings):
+        super().__init__(object, name=name, spool=spool, closing_s=closing_s)
+        vars(self).update(settings)
+        self.send = send
+        self.open()
+
+    def put(self, step, num=1):
+        self.log_metrics({f"m{i}": float(step) for i in range(num)}, step)
+
+    def _write(self, connection, entries):
+        self.send(entries)
+
+    def _end_run(self, connection, status):
+        pass
 
 
 def steps(calls):
     return [e.step for call in calls for e in call]
-
-
-def make(send, **options):
-    options = {
-        "is_unreachable": lambda error: isinstance(error, OSError),
-        "first_retry_s": 0.01,
-    } | options
-    return MetricSender("tracker", send, **options)
 
 
 class Server:
@@ -61,30 +73,29 @@ def threads_to(name):
 
 def test_order_and_threads():
     server = Server()
-    sender = MetricSender("this tracker", server.send, is_unreachable=lambda error: False)
+    sender = Run(server.send, name="this tracker")
     assert not threads_to("this tracker")
     for step in range(100):
-        sender.put(entry(step))
+        sender.put(step)
     sender.flush()
     assert len(threads_to("this tracker")) == 1
     assert steps(server.calls) == list(range(100))
-    sender.put(entry(100))
+    sender.put(100)
     sender.close()
     sender.close()
     assert steps(server.calls) == list(range(101))
     wait_for(lambda: not threads_to("this tracker"))
-    sender.put(entry(101))
-    sender.close()
-    assert steps(server.calls)[-1] == 101
+    with pytest.raises(RuntimeError, match="this tracker run  was closed"):
+        sender.put(101)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 23), max_size=12))
 def test_calls_are_full_but_not_too_full(sizes):
     server = Server()
-    sender = make(server.send, max_per_call=10)
+    sender = Run(server.send, max_per_call=10)
     for step, size in enumerate(sizes):
-        sender.put(entry(step, size))
+        sender.put(step, size)
     sender.close()
     assert all(sum(len(e.metrics) for e in call) <= 10 for call in server.calls)
     got = [(e.step, name) for call in server.calls for e in call for name in e.metrics]
@@ -93,9 +104,9 @@ def test_calls_are_full_but_not_too_full(sizes):
 
 def test_values_within_the_linger_time_share_one_call():
     server = Server()
-    sender = make(server.send, linger_s=60.0)
+    sender = Run(server.send, linger_s=60.0)
     for step in range(5):
-        sender.put(entry(step))
+        sender.put(step)
     sender.flush()
     assert [len(call) for call in server.calls] == [5]
     sender.close()
@@ -103,9 +114,9 @@ def test_values_within_the_linger_time_share_one_call():
 
 def test_a_full_call_does_not_linger():
     server = Server()
-    sender = make(server.send, linger_s=600.0, max_per_call=4)
+    sender = Run(server.send, linger_s=600.0, max_per_call=4)
     for step in range(4):
-        sender.put(entry(step))
+        sender.put(step)
     wait_for(lambda: server.calls)
     sender.close()
 
@@ -113,18 +124,18 @@ def test_a_full_call_does_not_linger():
 def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     caplog.set_level(logging.INFO)
     server = Server()
-    sender = make(server.send, linger_s=0.0)
-    sender.put(entry(0))
+    sender = Run(server.send, linger_s=0.0)
+    sender.put(0)
     sender.flush()
     server.is_down = True
     for step in range(1, 50):
-        sender.put(entry(step))
+        sender.put(step)
     wait_for(lambda: server.attempts >= 4)
     sender.flush()  # the tracker is unreachable: returns without an error
     assert sender.num_kept == 49
     server.is_down = False
     for step in range(50, 60):
-        sender.put(entry(step))
+        sender.put(step)
     sender.flush()
     assert steps(server.calls) == list(range(60))
     sender.close()
@@ -140,12 +151,12 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
 
 def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     server = Server()
-    sender = make(server.send, max_values=10, max_per_call=4, linger_s=0.0)
+    sender = Run(server.send, max_values=10, max_per_call=4, linger_s=0.0)
     server.is_down = True
-    sender.put(entry(0))
+    sender.put(0)
     wait_for(lambda: server.attempts >= 1)
     for step in range(1, 30):
-        sender.put(entry(step, 2))
+        sender.put(step, 2)
     assert 10 <= sender.num_kept <= 14  # in the queue, and in the present call
     server.is_down = False
     sender.close()
@@ -160,19 +171,18 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     assert lost > 40
 
 
-class SlowlyCounted(dict):
-    """Metrics that a sender counts slowly, to observe it while it counts."""
+def test_a_value_counts_once_while_its_call_begins(monkeypatch):
+    begun, gate = threading.Event(), threading.Event()
+    count = tracker_run._count
 
-    def __len__(self):
+    def count_slowly(entries):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.05)
-        return super().__len__()
+        return count(entries)
 
-
-def test_a_value_counts_once_while_its_call_begins():
-    begun, gate = threading.Event(), threading.Event()
-    sender = make(lambda entries: (begun.set(), gate.wait(60)), linger_s=0.0)
-    sender.put(StepMetrics(SlowlyCounted(a=1.0), 1, 1))
+    monkeypatch.setattr(tracker_run, "_count", count_slowly)
+    sender = Run(lambda entries: (begun.set(), gate.wait(60)), linger_s=0.0)
+    sender.put(1)
     seen = {sender.num_kept}
     while not begun.is_set():
         seen.add(sender.num_kept)
@@ -183,10 +193,10 @@ def test_a_value_counts_once_while_its_call_begins():
 
 def test_a_hanging_call_delays_nothing():
     server = Server()
-    sender = make(server.send, max_values=10, linger_s=0.0, patience_s=0.2)
+    sender = Run(server.send, max_values=10, linger_s=0.0, patience_s=0.2)
     server.gate.clear()
     for step in range(200):
-        sender.put(entry(step))  # ends: the server's gate stays shut for a minute
+        sender.put(step)  # ends: the server's gate stays shut for a minute
     assert server.attempts == 0
     server.gate.set()
     sender.close()
@@ -197,17 +207,10 @@ def test_values_that_do_not_fit_into_memory_wait_on_the_disk_for_a_replay(tmp_pa
     caplog.set_level(logging.INFO)
     server = Server()
     spool = Spool(tmp_path, "tracker", {})
-    settled = []
-
-    def send(entries):
-        server.send(entries)
-        settled.extend(entries)
-        spool.settle(entries)
-
-    sender = make(send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
+    sender = Run(server.send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
     server.is_down = True
     for step in range(60):
-        sender.put(entry(step))
+        sender.put(step)
     wait_for(lambda: server.attempts >= 2)
     server.is_down = False
     sender.close()
@@ -217,7 +220,6 @@ def test_values_that_do_not_fit_into_memory_wait_on_the_disk_for_a_replay(tmp_pa
         f"tracker is reachable again, {60 - len(arrived)} values wait on the disk for a replay"
     )
     assert spool.num_left == 60 - len(arrived) > 40
-    assert spool.leave()
     kept = [one.step for one in read_spool(spool.path).entries.values()]
     assert sorted(kept + arrived) == list(range(60))
 
@@ -230,11 +232,11 @@ def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():
         if len(made) == 1:
             raise ValueError("refused")
 
-    sender = make(refuse_first)
-    sender.put(entry(1))
+    sender = Run(refuse_first)
+    sender.put(1)
     with pytest.raises(ValueError, match="refused"):
         sender.flush()
-    sender.put(entry(2))
+    sender.put(2)
     sender.close()
     assert steps(made) == [1, 2]
 
@@ -242,10 +244,10 @@ def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():
 def test_close_gives_up_after_its_time_and_reports_the_lost_values(caplog):
     server = Server()
     server.is_down = True
-    sender = make(server.send)
+    sender = Run(server.send, closing_s=0.1)
     for step in range(3, 6):
-        sender.put(entry(step, 2))
-    sender.close(timeout_s=0.1)
+        sender.put(step, 2)
+    sender.close()
     last = records_of_the_tracker(caplog)[-1]
     assert (last.levelname, last.getMessage()) == (
         "ERROR",
@@ -256,11 +258,11 @@ def test_close_gives_up_after_its_time_and_reports_the_lost_values(caplog):
 
 def test_close_does_not_wait_for_a_hanging_call():
     server = Server()
-    sender = make(server.send, patience_s=0.1)
+    sender = Run(server.send, patience_s=0.1, closing_s=0.1)
     server.gate.clear()
-    sender.put(entry(1))
+    sender.put(1)
     thread = sender._thread
-    sender.close(timeout_s=0.1)
+    sender.close()
     assert thread.daemon
     server.gate.set()
     thread.join(60)
@@ -271,13 +273,16 @@ def test_close_does_not_wait_for_a_hanging_call():
 def test_metrics_are_still_sent_while_the_interpreter_exits():
     code = (
         "import atexit, time\n"
-        "from mcore.observe.sinks.delivery.sender import MetricSender\n"
-        "from mcore.observe.sinks.delivery.spool import StepMetrics\n"
+        "from mcore.observe.sinks.delivery.tracker_run import TrackerRun\n"
         "sent = []\n"
-        "send = lambda entries: (time.sleep(0.05), sent.extend(entries))\n"
-        "sender = MetricSender('t', send, is_unreachable=lambda e: False, max_per_call=5)\n"
-        "atexit.register(lambda: (sender.close(), print(len(sent))))\n"
-        "for n in range(50): sender.put(StepMetrics({'a': 1.0}, n, n))\n"
+        "class Run(TrackerRun):\n"
+        "    max_per_call = 5\n"
+        "    def _write(self, connection, entries):\n"
+        "        time.sleep(0.05)\n"
+        "        sent.extend(entries)\n"
+        "    def _end_run(self, connection, status): print(len(sent), status)\n"
+        "run = Run(object)\n"
+        "for n in range(50): run.log_metrics({'a': 1.0}, n)\n"
     )
     done = run_script(code)
-    assert done.stdout == "50\n", done.stderr
+    assert done.stdout == "50 FINISHED\n", done.stderr

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ Summary: TypeAlias = Literal["worst", "median"]
 MOST_REPORTS = 500
 MOST_BYTES = 128 << 20
 MOST_ROWS = 512  # of a map: with 4,096 ranks, a row is eight ranks
-SPREAD = ("mean", "sd", "min", "median", "max")
+_SPREAD = ("mean", "sd", "min", "median", "max")
 
 _MOST_CODE = 65535
 _MOST_EPISODES = 50
@@ -60,23 +60,6 @@ class Episode:
     until: float | None = None
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Reports as columns of a map, oldest first.
-
-    ``codes`` is int16 ``[num_reports, num_rows]``, read as unsigned by the page. 0 is no value, 1
-    is ``low`` and 65535 is ``high`` of the report.
-    """
-
-    first_report: int
-    times: list[float]
-    group: int  # ranks in a row
-    codes: torch.Tensor
-    low: list[float]
-    high: list[float]
-    spread: list[list[float]]  # in the order of SPREAD
-
-
 class _Kept:
     """One report: float32 ``[num_metrics, world]``."""
 
@@ -87,7 +70,7 @@ class _Kept:
         self._spread: dict[int, list[float]] = {}
 
     def spread(self, metric: int) -> list[float]:
-        """Return the numbers named by ``SPREAD``. They are computed at the first call."""
+        """Return the numbers named by ``_SPREAD``. They are computed at the first call."""
         if metric not in self._spread:
             values = self.values[metric]
             mean = values.nanmean()
@@ -123,7 +106,7 @@ class History:
         self._most_reports, self._most_bytes = most_reports, most_bytes
         self._lock = threading.Lock()
         self._kept: deque[_Kept] = deque()
-        self._num_reports = 0
+        self.num_reports = 0
         self._made_at: float | None = None
         self._stragglers: tuple[Outlier, ...] = ()
         self.is_measuring = False
@@ -133,11 +116,6 @@ class History:
         self.epoch = time.time_ns() // 1000
         self.metrics: tuple[Metric, ...] = _METRICS
         self.places: list[tuple[str, str]] = []
-
-    @property
-    def num_reports(self) -> int:
-        """The number of reports so far."""
-        return self._num_reports
 
     @property
     def num_kept(self) -> int:
@@ -169,7 +147,7 @@ class History:
             most = min(self._most_reports, self._most_bytes // (values.numel() * 4))
             while len(self._kept) > max(most, 1):
                 self._kept.popleft()
-            self._num_reports += 1
+            self.num_reports += 1
             self._made_at = time.monotonic()
 
     def show(self, scalars: Mapping[str, float]) -> None:
@@ -210,16 +188,16 @@ class History:
 
     def columns(
         self, metric: int, ranks: range, *, since: int, summary: Summary, most_rows: int
-    ) -> Columns:
-        """Return the reports after the first ``since``, as at most ``most_rows`` rows.
+    ) -> dict[str, Any]:
+        """Return the reports after the first ``since`` as columns of a map, oldest first.
 
-        A row is a group of 1, 2, 4 or more ranks and has their worst or median value.
+        A column has at most ``most_rows`` rows. A row is a ``group`` of 1, 2, 4 or more ranks and
+        has their worst or median value. ``codes`` is int16 ``[num_reports, num_rows]``, read as
+        unsigned by the page. 0 is no value, 1 is ``low`` and 65535 is ``high`` of the report.
         """
         with self._lock:
-            first = max(since, self._num_reports - len(self._kept))
-            kept = (
-                list(self._kept)[first - self._num_reports :] if first < self._num_reports else []
-            )
+            first = max(since, self.num_reports - len(self._kept))
+            kept = list(self._kept)[first - self.num_reports :] if first < self.num_reports else []
         group = 1
         while math.ceil(len(ranks) / group) > most_rows:
             group *= 2
@@ -237,46 +215,45 @@ class History:
                 summarized = _find_worst(rows.view(-1, group), is_low_bad)
             columns.append(_encode(summarized))
         codes = [code for code, _, _ in columns] or [torch.empty(0, dtype=torch.int16)]
-        return Columns(
-            first,
-            [report.unix_time for report in kept],
-            group,
-            torch.stack(codes),
-            [low for _, low, _ in columns],
-            [high for _, _, high in columns],
-            [report.spread(metric) for report in kept],
-        )
+        spread = zip(*[report.spread(metric) for report in kept], strict=True)
+        return {
+            "first_report": first,
+            "times": [report.unix_time for report in kept],
+            "group": group,
+            "codes": torch.stack(codes),
+            "low": [low for _, low, _ in columns],
+            "high": [high for _, _, high in columns],
+            "spread": dict(zip(_SPREAD, spread if kept else [()] * len(_SPREAD), strict=True)),
+        }
 
     def line(self, metric: int, rank: int) -> tuple[int, list[float]]:
         """Return the number of the first report that is kept, and a rank's values from there."""
         with self._lock:
-            kept, first = list(self._kept), self._num_reports - len(self._kept)
+            kept, first = list(self._kept), self.num_reports - len(self._kept)
         return first, [report.values[metric, rank].item() for report in kept]
 
     def known(self) -> list[bool]:
         """Return for each metric whether any rank has a value in the last report."""
-        with self._lock:
-            values = self._kept[-1].values
-        is_known: list[bool] = values.isfinite().any(dim=1).tolist()
+        is_known: list[bool] = self._last_values().isfinite().any(dim=1).tolist()
         return is_known
+
+    def _last_values(self) -> torch.Tensor:
+        with self._lock:
+            return self._kept[-1].values
 
     def medians(self) -> list[float]:
         """Return the (lower) median over the ranks in the last report, by metric."""
-        with self._lock:
-            last = self._kept[-1]
-        medians: list[float] = last.values.nanmedian(dim=1).values.tolist()
+        medians: list[float] = self._last_values().nanmedian(dim=1).values.tolist()
         return medians
 
     def latest(self, rank: int) -> list[tuple[float, float]]:
         """Return a rank's value and the median over the ranks in the last report, by metric."""
-        with self._lock:
-            last = self._kept[-1]
-        return list(zip(last.values[:, rank].tolist(), self.medians(), strict=True))
+        return list(zip(self._last_values()[:, rank].tolist(), self.medians(), strict=True))
 
     def worst_rank(self, metric: int, ranks: range, report: int) -> int:
         """Return the rank with the worst value in a report, the first rank if there is no value."""
         with self._lock:
-            at = report - (self._num_reports - len(self._kept))
+            at = report - (self.num_reports - len(self._kept))
             kept = self._kept[min(max(at, 0), len(self._kept) - 1)]
         values = kept.values[metric, ranks.start : ranks.stop]
         is_low_bad = self.metrics[metric].is_low_bad
@@ -292,7 +269,7 @@ def _find_worst(values: torch.Tensor, is_low_bad: bool) -> torch.Tensor:
 
 
 def _encode(values: torch.Tensor) -> tuple[torch.Tensor, float, float]:
-    """Return values as int16 codes (see :class:`Columns`), and the lowest and the highest."""
+    """Return values as int16 codes (see ``columns``), the lowest and the highest."""
     low = values.nan_to_num(torch.inf).min().item() if len(values) else math.inf
     if math.isinf(low):
         return torch.zeros(len(values), dtype=torch.int16), math.nan, math.nan
