@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore.parallel.agreement import check_on_all_ranks
-from mcore.parallel.groups import GroupLike
+from mcore.parallel.groups import AnyGroup
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.tensor_memory import bytes_of
 
@@ -20,7 +20,7 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
-    tp_group: GroupLike | None = None,
+    tp_group: AnyGroup | None = None,
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
@@ -70,24 +70,15 @@ def vocab_parallel_cross_entropy(
     given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
     places = partial(_find_targets_without_loss, *given, most)
     without_loss = check_on_all_ranks(places, lambda _: _describe(*given), group)
-    smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
+    # (1 - s) L_t + s / (v - 1) * (the sum of L_i over i != t) equals (1 - c) L_t + c * mean(L)
+    # with c = s * v / (v - 1): the mean over all entries also contains the target.
+    share = label_smoothing and label_smoothing * vocab_size / (vocab_size - 1)
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        vocab_parallel_logits, target, without_loss, first, num_counted, smoothing, group
+        vocab_parallel_logits, target, without_loss, first, num_counted, share, vocab_size, group
     )
     return losses
-
-
-class _Smoothing:
-    """Weights of a smoothed loss: 1 - share for the target's, share for the mean of all entries."""
-
-    # (1 - s) L_t + s / (v - 1) * (the sum of L_i over i != t) equals (1 - c) L_t + c * mean(L)
-    # with c = s * v / (v - 1): the mean over all entries also contains the target.
-
-    def __init__(self, label_smoothing: float, vocab_size: int) -> None:
-        self.share = label_smoothing * vocab_size / (vocab_size - 1)
-        self.vocab_size = vocab_size
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -101,7 +92,8 @@ class _CrossEntropy(torch.autograd.Function):
         without_loss: tuple[Tensor, Tensor, Tensor],
         first: int,
         num_counted: int,
-        smoothing: _Smoothing | None,
+        share: float,  # of the mean over all entries in a smoothed loss
+        vocab_size: int,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         is_outside, is_ignored, has_no_loss = without_loss
@@ -109,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         places = local.clamp(0, max(num_counted, 1) - 1)
         shifted = _shift(logits, num_counted, group)
         chosen = shifted.gather(-1, places[..., None])[..., 0]
-        totals = [] if smoothing is None else [shifted[..., :num_counted].sum(dim=-1)]
+        totals = [shifted[..., :num_counted].sum(dim=-1)] if share else []
         exponentials = shifted.exp_()
         sums = [exponentials.sum(dim=-1), chosen, *totals]
         is_elsewhere = None  # on one rank, such targets have no loss
@@ -121,12 +113,13 @@ class _CrossEntropy(torch.autograd.Function):
             sums = list(joined.unbind())
         normalizer, chosen = sums[:2]
         ctx.save_for_backward(exponentials, normalizer, places, has_no_loss, is_elsewhere)
-        ctx.dtype, ctx.num_counted, ctx.smoothing = logits.dtype, num_counted, smoothing
+        ctx.dtype, ctx.num_counted = logits.dtype, num_counted
+        ctx.share, ctx.vocab_size = share, vocab_size
         losses = normalizer.log() - chosen
-        if smoothing is not None:
-            average = normalizer.log() - sums[2] / smoothing.vocab_size
+        if share:
+            average = normalizer.log() - sums[2] / vocab_size
             # Not torch.lerp: its difference of two infinite losses is NaN.
-            losses = losses * (1 - smoothing.share) + average * smoothing.share
+            losses = losses * (1 - share) + average * share
         return losses.masked_fill_(is_outside, float("nan")).masked_fill_(is_ignored, 0.0)
 
     @staticmethod
@@ -143,13 +136,13 @@ class _CrossEntropy(torch.autograd.Function):
         at_target = grad_losses
         if is_elsewhere is not None:
             at_target = torch.where(is_elsewhere, zero, grad_losses)
-        if ctx.smoothing is not None:
-            at_target = at_target * (1 - ctx.smoothing.share)
-            each = grad_losses * (ctx.smoothing.share / ctx.smoothing.vocab_size)
+        if ctx.share:
+            at_target = at_target * (1 - ctx.share)
+            each = grad_losses * (ctx.share / ctx.vocab_size)
             grad[..., : ctx.num_counted] -= each[..., None]
         places = places[..., None]
         grad.scatter_(-1, places, grad.gather(-1, places) - at_target[..., None])
-        return grad.to(ctx.dtype), None, None, None, None, None, None
+        return grad.to(ctx.dtype), *[None] * 7
 
 
 def _shift(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -8,15 +8,14 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.fsdp_index.mesh_groups import (
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.mesh_groups import (
     MeshGroups,
     agree_on_groups,
     is_from_world_mesh,
-    resolve_dense_dims,
     resolve_dense_groups,
     resolve_expert_groups,
 )
-from mcore.parallel.groups import GroupLike
 from mcore.parallel.torch_compat import is_distributed
 
 
@@ -120,12 +119,12 @@ class FSDPDistributedIndex:
                 "expt_device_mesh by keyword"
             )
         is_collective = dp_outer_dim is not None and is_from_world_mesh(device_mesh)
+        dims = {"dp_shard_dim": dp_shard_dim, "dp_outer_dim": dp_outer_dim, "tp_dim": tp_dim}
 
         def resolve() -> tuple[MeshGroups, MeshGroups | None]:
-            dims = resolve_dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
+            dense = resolve_dense_groups(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
             if hsdp_outer_dp_shard and dp_outer_dim is None:
                 raise ValueError("hsdp_outer_dp_shard needs dp_outer_dim, which is None: pass it")
-            dense = resolve_dense_groups(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
             if expt_device_mesh is None:
                 return dense, None
             groups = hybrid_fsdp_expt_group, expt_fsdp_group_ag
@@ -135,15 +134,12 @@ class FSDPDistributedIndex:
 
         if is_collective:
             arguments = {
-                "dp_shard_dim": dp_shard_dim,
-                "dp_outer_dim": dp_outer_dim,
-                "tp_dim": tp_dim,
+                **dims,
                 "hsdp_outer_dp_shard": hsdp_outer_dp_shard,
                 "expt_device_mesh": "None" if expt_device_mesh is None else "given",
                 "hybrid_fsdp_expt_group": "None" if hybrid_fsdp_expt_group is None else "given",
             }
-            hybrid = cast("tuple[str, str]", (dp_outer_dim, dp_shard_dim))
-            self._dense, self._expert = agree_on_groups(resolve, arguments, hybrid)
+            self._dense, self._expert = agree_on_groups(resolve, arguments)
         else:
             self._dense, self._expert = resolve()
         self.device_mesh, self.expt_device_mesh = device_mesh, expt_device_mesh

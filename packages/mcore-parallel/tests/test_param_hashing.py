@@ -13,8 +13,8 @@ import torch
 import xxhash
 from torch import nn
 
+from mcore.parallel.param_hashing import hash_params, named_params
 from mcore.parallel.replicas import param_hashes
-from mcore.parallel.replicas.hashing import hash_params, named_params
 
 EMPTY = "da39a3ee5e6b4b0d3255bfef95601890afd80709"
 ONES_FLOAT32 = "df87141c4e5d8879ae12632dd0e1eee69aa1d093"

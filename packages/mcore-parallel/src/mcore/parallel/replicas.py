@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from itertools import islice, product
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.agreement import first_difference, max_or_raise
-from mcore.parallel.groups import GroupLike, comm_device, group_ranks
+from mcore.parallel.groups import AnyGroup, comm_device, group_ranks
+from mcore.parallel.param_hashing import NamedParam, hash_params, named_params
 from mcore.parallel.process_groups.default import get_default_process_groups, group_of_several
-from mcore.parallel.replicas.hashing import NamedParam, hash_params, named_params
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["check_param_hashes_across_dp_replicas", "param_hashes"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,28 +34,18 @@ _MAX_LINES = 20
 _DIGEST_BYTES = 16  # of XXH3-128
 
 
-class _Settings(NamedTuple):
-    """The arguments that must be equal on all ranks."""
+@dataclasses.dataclass
+class _Replicated:
+    """This rank's parameters that one group replicates, and their digests as rows of a table that
+    is common to all ranks of the group.
+    """
 
-    cross_check: bool
-    bit_exact: bool
-
-
-class _HashTable(NamedTuple):
-    """This rank's digests as rows of a table that is common to all ranks of a group."""
-
-    rows: torch.Tensor  # of each digest, int64 [n]
-    digests: torch.Tensor  # uint8 [n, 16]
-    num_rows: int  # of the whole table, the same on all ranks
-    is_full: bool  # whether every rank holds a digest for every row, the same on all ranks
-
-
-class _Replicated(NamedTuple):
-    """This rank's parameters that one group replicates: descriptions, parameters, digests."""
-
-    descriptions: list[str]
-    compared: list[NamedParam]
-    table: _HashTable
+    descriptions: list[str] = dataclasses.field(default_factory=list)
+    compared: list[NamedParam] = dataclasses.field(default_factory=list)
+    rows: torch.Tensor = dataclasses.field(init=False)  # of each digest, int64 [n]
+    digests: torch.Tensor = dataclasses.field(init=False)  # uint8 [n, 16]
+    num_rows: int = 0  # of the whole table, the same on all ranks
+    is_full: bool = True  # whether every rank holds a digest for every row, the same on all ranks
 
 
 class _ShardSlots(NamedTuple):
@@ -70,8 +64,8 @@ def check_param_hashes_across_dp_replicas(
     model: nn.Module | Sequence[nn.Module],
     cross_check: bool = False,
     *,
-    dp_group: GroupLike | None = None,
-    expert_dp_group: GroupLike | None = None,
+    dp_group: AnyGroup | None = None,
+    expert_dp_group: AnyGroup | None = None,
     num_threads: int | None = None,
     bit_exact: bool = True,
 ) -> bool:
@@ -127,7 +121,6 @@ def check_param_hashes_across_dp_replicas(
         True
     """
     given = {"expt_dp": expert_dp_group, "dp": dp_group}
-    settings = _Settings(bool(cross_check), bool(bit_exact))
     groups, error = _resolve_groups(given)
     prepared: dict[str, _Replicated] = {}
     try:
@@ -136,21 +129,67 @@ def check_param_hashes_across_dp_replicas(
             is_expert = getattr(named.param, "allreduce", True) is False
             params["expt_dp" if is_expert else "dp"].append(named)
         _warn_of_unchecked(params, given)
-        prepared = _hash_replicated(params, groups, settings, num_threads)
+        prepared = _hash_replicated(params, groups, num_threads, bit_exact)
+        arguments = f"the arguments cross_check={bool(cross_check)}, bit_exact={bool(bit_exact)}"
+        for replicated in prepared.values():
+            replicated.descriptions.insert(0, arguments)
     except Exception as own_error:
         error = error or own_error
     verdict = True
     for field, group in groups.items():
-        nothing = _Replicated([], [], _pack_digests([], [], 0, is_full=True))
-        replicated = prepared.get(field, nothing)
-        verdict, error = _compare(group, replicated, cross_check, verdict, error)
+        verdict, error = _compare(group, prepared.get(field), cross_check, verdict, error)
     if error is not None:
         raise error
     return verdict
 
 
+def param_hashes(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    num_threads: int | None = None,
+    bit_exact: bool = True,
+) -> dict[str, str]:
+    """Return the SHA-1 of every parameter's bytes, to compare two runs offline.
+
+    No communication: every rank gets the hashes of its parameters. Of a DTensor the local shard is
+    hashed, of a quantised wrapper the tensors inside it, one after the other. Shape and dtype are
+    not part of the hash.
+
+    Args:
+        model: A module, or the model chunks of this rank.
+        num_threads: Number of hashing threads, at least 1. None means one for each CPU, at most 8.
+        bit_exact: Hash the raw bytes. False hashes the values as float32 (of complex numbers the
+            real part), as Megatron-LM does. Then bfloat16 and float32 tensors of the same values
+            have equal hashes, but so do different values that are equal as float32.
+
+    Returns:
+        Lower-case hexadecimal SHA-1 by parameter name. With several chunks the names start with
+        ``chunk0.``, ``chunk1.`` and so on. A parameter that a chunk has under two names is listed
+        once.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a sequence of modules.
+        ValueError: A parameter has no bytes to read (meta device, uninitialised, sparse, an
+            unknown tensor subclass), or ``num_threads`` is below 1.
+
+    Example:
+        >>> layer = nn.Linear(4, 1, bias=False)
+        >>> _ = nn.init.ones_(layer.weight)
+        >>> param_hashes(layer)
+        {'weight': 'df87141c4e5d8879ae12632dd0e1eee69aa1d093'}
+    """
+    found = named_params(model)
+    is_alone = isinstance(model, nn.Module) or len(model) == 1
+    new_hasher = partial(hashlib.sha1, usedforsecurity=False)
+    digests = hash_params(found, new_hasher, num_threads=num_threads, bit_exact=bit_exact)
+    return {
+        named.name if is_alone else f"chunk{named.chunk}.{named.name}": digest.hex()
+        for named, digest in zip(found, digests, strict=True)
+    }
+
+
 def _resolve_groups(
-    given: Mapping[str, GroupLike | None],
+    given: Mapping[str, AnyGroup | None],
 ) -> tuple[dict[str, dist.ProcessGroup], Exception | None]:
     """Return the usable groups of several ranks, and the error of a group that is not usable."""
     groups: dict[str, dist.ProcessGroup] = {}
@@ -167,7 +206,7 @@ def _resolve_groups(
 
 
 def _warn_of_unchecked(
-    params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, GroupLike | None]
+    params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, AnyGroup | None]
 ) -> None:
     """Warn when parameters go unchecked because no group was given for them."""
     if not is_distributed() or get_default_process_groups() is not None:
@@ -185,50 +224,48 @@ def _warn_of_unchecked(
 def _hash_replicated(
     params: Mapping[str, Sequence[NamedParam]],
     groups: Mapping[str, dist.ProcessGroup],
-    settings: _Settings,
     num_threads: int | None,
+    bit_exact: bool,
 ) -> dict[str, _Replicated]:
     """Describe and hash the parameters of all groups, all at once to keep the threads busy."""
-    slotted: dict[str, list[tuple[NamedParam, _ShardSlots]]] = {}
-    for field, group in groups.items():
-        finder = _ShardSlotFinder(group_ranks(group))
-        slotted[field] = [(named, finder.find(named.param)) for named in params[field]]
-    compared = [named for pairs in slotted.values() for named, slots in pairs if slots.has_replicas]
-    digests = hash_params(
-        compared, xxhash.xxh3_128, num_threads=num_threads, bit_exact=settings.bit_exact
-    )
-    by_name = {
-        (named.chunk, named.name): digest for named, digest in zip(compared, digests, strict=True)
+    prepared = {
+        field: _tabulate(params[field], group, bit_exact) for field, group in groups.items()
     }
-    return {field: _tabulate(pairs, by_name, settings) for field, pairs in slotted.items()}
+    compared = [named for replicated in prepared.values() for named in replicated.compared]
+    digests = iter(
+        hash_params(compared, xxhash.xxh3_128, num_threads=num_threads, bit_exact=bit_exact)
+    )
+    for replicated in prepared.values():
+        own = b"".join(islice(digests, len(replicated.compared)))
+        one_more = bytearray(own + bytes(_DIGEST_BYTES))  # torch reads no empty buffer
+        packed = torch.frombuffer(one_more, dtype=torch.uint8).view(-1, _DIGEST_BYTES)
+        replicated.digests = packed[:-1]
+    return prepared
 
 
 def _tabulate(
-    pairs: Sequence[tuple[NamedParam, _ShardSlots]],
-    digests: Mapping[tuple[int, str], bytes],
-    settings: _Settings,
+    params: Sequence[NamedParam], group: dist.ProcessGroup, bit_exact: bool
 ) -> _Replicated:
     """Assign every shard of every parameter a row in the table of one group."""
-    arguments = ", ".join(f"{name}={value}" for name, value in settings._asdict().items())
-    descriptions = [f"the arguments {arguments}"]
-    compared: list[NamedParam] = []
-    rows: list[int] = []
-    num_rows = 0
-    for named, slots in pairs:
-        descriptions.append(_describe_param(named, slots.layout, with_dtype=settings.bit_exact))
+    finder = _ShardSlotFinder(group_ranks(group))
+    found = _Replicated()
+    rows = []
+    num_skipped = 0
+    for named in params:
+        slots = finder.find(named.param)
+        found.descriptions.append(_describe_param(named, slots.layout, with_dtype=bit_exact))
+        found.is_full &= not slots.layout
         if not slots.has_replicas:
+            num_skipped += 1
             continue
         if slots.own is not None:
-            compared.append(named)
-            rows.append(num_rows + slots.own)
-        num_rows += slots.num_shards
-    num_skipped = sum(not slots.has_replicas for _, slots in pairs)
+            found.compared.append(named)
+            rows.append(found.num_rows + slots.own)
+        found.num_rows += slots.num_shards
     if num_skipped:
         logger.debug("%d sharded parameters have no replicas and are not compared", num_skipped)
-    own_digests = [digests[named.chunk, named.name] for named in compared]
-    is_full = not any(slots.layout for _, slots in pairs)
-    table = _pack_digests(rows, own_digests, num_rows, is_full=is_full)
-    return _Replicated(descriptions, compared, table)
+    found.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    return found
 
 
 def _describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
@@ -250,24 +287,9 @@ def _describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
     return ", ".join(words)
 
 
-def _pack_digests(
-    rows: Sequence[int], digests: Sequence[bytes], num_rows: int, *, is_full: bool
-) -> _HashTable:
-    """Pack digests, each of 16 bytes, into a table."""
-    packed = torch.zeros(len(digests), _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
-    if digests:
-        packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-    return _HashTable(
-        torch.tensor(rows, dtype=torch.int64, device="cpu"),
-        packed.view(-1, _DIGEST_BYTES),
-        num_rows,
-        is_full,
-    )
-
-
 def _compare(
     group: dist.ProcessGroup,
-    replicated: _Replicated,
+    replicated: _Replicated | None,
     cross_check: bool,
     earlier: bool,
     error: Exception | None,
@@ -277,9 +299,10 @@ def _compare(
     """
     try:
         # Equal bytes on all ranks have equal maxima of themselves and of their inverses.
-        digest = _digest(repr(replicated.descriptions))
+        digest = _digest(repr(replicated and replicated.descriptions))
         inverse = [255 - byte for byte in digest]
         any_differed, *highest = max_or_raise([int(not earlier), *digest, *inverse], error, group)
+        replicated = cast("_Replicated", replicated)  # a rank without it has an error
         if highest != [*digest, *inverse]:
             _raise_difference(replicated.descriptions, group)
         is_equal = _compare_digests(replicated, group, cross_check)
@@ -311,19 +334,18 @@ def _digest(text: str) -> bytes:
 
 def _compare_digests(replicated: _Replicated, group: dist.ProcessGroup, cross_check: bool) -> bool:
     """Compare the digests and log the parameters that differ from the first rank's."""
-    table = replicated.table
-    if table.num_rows == 0:
+    if replicated.num_rows == 0:
         return True
     if cross_check:
         # Where a rank holds no digest it sends zeros, the smallest value, for both x and 255 - x:
         # the maxima are of the ranks that hold one, and are inverse only if all of these agree.
-        both = torch.zeros(2, table.num_rows, _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
-        both[0, table.rows] = table.digests
-        both[1, table.rows] = 255 - table.digests
+        both = torch.zeros(2, replicated.num_rows, _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
+        both[0, replicated.rows] = replicated.digests
+        both[1, replicated.rows] = 255 - replicated.digests
         highest, inverse_of_lowest = _reduce_max(both, group)
         if bool((highest == 255 - inverse_of_lowest).all()):
             return True
-    differing = _find_differing_from_first(table, group)
+    differing = _find_differing_from_first(replicated, group)
     rank = dist.get_rank()
     for index in differing[:_MAX_LINES]:
         named = replicated.compared[index]
@@ -337,7 +359,7 @@ def _compare_digests(replicated: _Replicated, group: dist.ProcessGroup, cross_ch
     return not (cross_check or differing)
 
 
-def _find_differing_from_first(table: _HashTable, group: dist.ProcessGroup) -> list[int]:
+def _find_differing_from_first(table: _Replicated, group: dist.ProcessGroup) -> list[int]:
     """Return the indices of this rank's digests that differ from the first rank with their row.
     A full table costs one broadcast of 16 bytes a row, any other table two all-reduces (MAX).
     """
