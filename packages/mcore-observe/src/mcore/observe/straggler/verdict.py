@@ -39,7 +39,7 @@ It cannot find a rank that was slow for fewer than three reports, or in less tha
 same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
 change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
 recognised only after about 30 reports. Of the first 24 reports of 8 ranks with such noise (5 %, of
-which 90 % remain in the next report), 44 in 1,000 name a healthy rank.
+which 90 % remain in the next report), 110 in 1,000 name a healthy rank, and 20 of 2 ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PAST_WINDOWS = _WINDOWS[:2]
 _NUM_EARLIER = 15
 _NUM_NEIGHBOURS = 5
 _MANY = 16  # ranks whose spread shows lasting differences
-_FEWEST, _FEWEST_OF_ONE, _FEWEST_OF_MANY = 12, 15, 5  # reports, by number of ranks
+_FEWEST, _FEWEST_OF_FEW, _FEWEST_OF_MANY = 8, {1: 15, 2: 10}, 5  # reports, by number of ranks
 _LEAST_MEASUREMENTS = 8  # of noise
 _INDIVIDUAL_ALONE = 0.96  # instead of the default
 _NUM_SAMPLED, _MOST_MEASURED = 512, 8192  # ranks, and values of them, for the noise
@@ -172,9 +172,8 @@ class _SlowRanks:
     @property
     def is_ready(self) -> bool:
         """Whether the noise is known."""
-        if self._num == 1:
-            return self._num_reports >= _FEWEST_OF_ONE
-        return self._num_reports >= (_FEWEST_OF_MANY if self._num >= _MANY else _FEWEST)
+        fewest = _FEWEST_OF_MANY if self._num >= _MANY else _FEWEST_OF_FEW.get(self._num, _FEWEST)
+        return self._num_reports >= fewest
 
     def judge(
         self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float
@@ -349,8 +348,7 @@ class _Noise:
         growth = _GROWTH + self._factor / math.sqrt(past.numel())
         if len(sigmas) < 2 or sigmas[-1] < growth * sigmas[0]:
             return 0.0
-        # Extrapolated: the longest lag of a short past is too short.
-        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE)) ** 2
+        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE))
 
     def _average(self, size: int, *, until: int) -> torch.Tensor:
         past = self._past[:-until]
