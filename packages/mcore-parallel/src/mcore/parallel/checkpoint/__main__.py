@@ -19,7 +19,8 @@ _DESCRIPTION = """\
 List, describe, check, compare and convert checkpoints.
 
 PATH is a checkpoint of this package or of torch.distributed.checkpoint, or the folder of a run with
-checkpoints step_N in it. No code in a checkpoint is run. Only to-torch loads a whole checkpoint.
+checkpoints step_N in it. No code in a checkpoint is run. Only to-torch, to-hf and from-hf load all
+their tensors into memory.
 """
 _EXIT_CODES = """\
 exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: anything else: the
@@ -72,6 +73,13 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         from mcore.parallel.checkpoint.inspection.diff import diff
 
         return diff(options.path, options.other, options.keys, options.workers, output)
+    if options.command in ("to-hf", "from-hf"):
+        from mcore.parallel.checkpoint.inspection import hf_commands
+
+        arguments = {name: value for name, value in vars(options).items() if name != "command"}
+        del arguments["json"]
+        command = hf_commands.to_hf if options.command == "to-hf" else hf_commands.from_hf
+        return command(**arguments, output=output)
     from mcore.parallel.checkpoint.inspection.to_torch import to_torch
 
     return to_torch(options.path, options.file, options.keys, output)
@@ -104,6 +112,13 @@ def _build_parser() -> argparse.ArgumentParser:
     diff.add_argument("other", metavar="OTHER", help="the new checkpoint")
     to_torch = add("to-torch", "write a checkpoint as one file for torch.load, in host memory")
     to_torch.add_argument("file", metavar="FILE", help="the new file, which must not exist")
+    to_hf = add("to-hf", "write a checkpoint as a folder of Hugging Face, in host memory")
+    from_hf = add("from-hf", "write a folder of Hugging Face as a checkpoint", "the folder")
+    for command in (to_hf, from_hf):
+        command.add_argument("new", metavar="NEW", help="the new folder, which must not exist")
+        command.add_argument("--prefix", default="", help="a start of keys that names lack")
+    to_hf.add_argument("--config", metavar="FILE", help="the config.json of the model")
+    to_hf.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="such as 5GB")
     for command in (ls, show):
         command.add_argument(
             "keys", metavar="KEY", nargs="*", help="only these keys; wildcards: *, ?, [...]"
