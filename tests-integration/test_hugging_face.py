@@ -19,7 +19,14 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_hf,
 )
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
+
+# Ranks would import them for seconds.
+preload(
+    "mcore.parallel.checkpoint",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 
 TOKENS = torch.arange(12).view(2, 6) * 7
 

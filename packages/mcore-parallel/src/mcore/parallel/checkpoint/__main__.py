@@ -73,13 +73,14 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         from mcore.parallel.checkpoint.inspection.diff import diff
 
         return diff(options.path, options.other, options.keys, options.workers, output)
-    if options.command in ("to-hf", "from-hf"):
-        from mcore.parallel.checkpoint.inspection import hf_commands
+    if options.command.endswith("-hf"):
+        from mcore.parallel.checkpoint.hugging_face import hf_folder
 
-        arguments = {name: value for name, value in vars(options).items() if name != "command"}
-        del arguments["json"]
-        command = hf_commands.to_hf if options.command == "to-hf" else hf_commands.from_hf
-        return command(**arguments, output=output)
+        given = {
+            name: one for name, one in vars(options).items() if name not in ("command", "json")
+        }
+        code: int = getattr(hf_folder, options.command.replace("-", "_"))(**given, output=output)
+        return code
     from mcore.parallel.checkpoint.inspection.to_torch import to_torch
 
     return to_torch(options.path, options.file, options.keys, output)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from mcore.parallel.checkpoint import load
 from mcore.parallel.checkpoint.builders import sharded_state_dict_default
 from mcore.parallel.checkpoint.errors import (
     CheckpointingException,
@@ -34,10 +35,10 @@ from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, local_path, open_regular, read_regular
 from mcore.parallel.checkpoint.files.save_place import LocalSave, reserve, sync_file, write_file
 from mcore.parallel.checkpoint.hugging_face.names import Names, find_rule
-from mcore.parallel.checkpoint.load import OpenCheckpoint, load_opened
 from mcore.parallel.checkpoint.planning.staging import data_problem, list_candidates, tensor_of
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan, choose_leaves, describe_leaves
 from mcore.parallel.checkpoint.run_state.model_state import model_state
+from mcore.parallel.checkpoint.save import save_sharded_state_dict
 from mcore.parallel.checkpoint.selection import LoadReport, Selection
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import Entries, bare_shard
@@ -107,7 +108,6 @@ def save_hf(
         tensor([0., 1., 2.])
     """
     team = team_of(process_group)
-    cleanup = ExitStack()
 
     def describe() -> tuple[tuple[Path, list[Any], bytes], list[int]]:
         final, shards = local_path(folder), _list_stored(state, mapping)[0]
@@ -125,8 +125,7 @@ def save_hf(
         plan.require_whole()
         records = [one.record for rank in range(team.size) for one in plan.iterate_writes(rank)]
         tensors = {one.key: (getattr(torch, one.dtype), one.global_shape) for one in records}
-        token = secrets.randbits(62)
-        save = LocalSave(final, token)
+        save = LocalSave(final, token := secrets.randbits(62))
         cleanup.callback(save.discard)  # a published folder has another name
         save.begin()
         _make_files(save.folder, tensors, _parse_size(max_shard_size))
@@ -147,7 +146,7 @@ def save_hf(
         for file in {one.pieces[0].file for one in stored.values()}:
             sync_file(save.folder / file)
 
-    with cleanup, name_checkpoint("save", folder):
+    with ExitStack() as cleanup, name_checkpoint("save", folder):
         (final, leaves, payload), [longest] = team.agree_max(describe, 1)
         payloads = team.gather(payload, longest)
         token, stored, flags = pickle.loads(team.share(decide)[0])
@@ -210,18 +209,17 @@ def load_hf(
         pairs = [(one, keys[one.key].dtype) for one in shards if one.key in keys]
         casts = [f"{one.key!r}: {kind} to {one.dtype}" for one, kind in pairs if kind != one.dtype]
         if casts and not cast:
-            title = "some dtypes differ. Pass cast=True to cast floating-point tensors"
-            raise CheckpointingException(titled_list(title, casts, "part"))
+            raise CheckpointingException(titled_list("casts need cast=True", casts, "tensor"))
         return shards, names, left
 
     with name_checkpoint("load", folder):
         index = pickle.loads(team.share(read)[0])
         keys = index.keys
         shards, names, left = team.agree(choose)
-    opened = OpenCheckpoint(local_path(folder), len(keys), b"", index, Clock())
+    opened = load.OpenCheckpoint(local_path(folder), len(keys), b"", index, Clock())
     options: dict[str, Any] = {"strict": strict, "unexpected": "ignore", "weights_only": True}
     options |= {"verify": False, "progress_bar": False, "selection": Selection(report=report)}
-    load_opened(opened, lambda: {"tensors": shards}, team, **options)
+    load.load_opened(opened, lambda: {"tensors": shards}, team, **options)
     loaded = {key: ", ".join(one) for key, one in names.items() if keys.keys() >= {*one}}
     return LoadReport(loaded, left, [key for key in names if key not in loaded], report.unused)
 
@@ -313,8 +311,8 @@ def read_folder(folder: Path) -> Index:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        text = 'safetensors is not installed: pip install "mcore-parallel[safetensors]"'
-        raise ModuleNotFoundError(text, name="safetensors") from error
+        hint = 'pip install "mcore-parallel[safetensors]"'
+        raise ModuleNotFoundError(f"safetensors is not installed: {hint}") from error
     place, keys = folder / _INDEX, dict[str, StoredKey]()
     try:
         listed = json.loads(read_regular(place, b"{"))["weight_map"] if place.exists() else {}
@@ -333,6 +331,26 @@ def read_folder(folder: Path) -> Index:
                 piece = Piece(file, 8 + length + start, size, size, "", 0, (0,) * len(shape), shape)
                 keys[name] = StoredKey(dtype, shape, (piece,))
     except Exception as error:  # of the library, or of JSON of another form
-        text = f"{place} cannot be read as safetensors ({describe_error(error)})"
-        raise CheckpointingException(text) from error
+        raise CheckpointingException(f"{place} is unreadable ({describe_error(error)})") from error
     return Index(keys, {}, has_checksums=False)
+
+
+def to_hf(path: str, new: str, prefix: str, output: Any, **options: Any) -> int:
+    """Write the tensors of a checkpoint whose keys start with ``prefix`` as a folder."""
+    stored = load.open_checkpoint(path, team_of(None)).index.keys
+    keys = [key for key in stored if key.startswith(prefix)]
+    found = load.load_sharded_state_dict(dict.fromkeys(keys), path, unexpected="ignore")
+    save_hf(new, {key.removeprefix(prefix): one for key, one in found.items()}, **options)
+    output.report({"new": new, "keys": keys}, [f"{new}: {len(keys)} tensors"])
+    return 0
+
+
+def from_hf(path: str, new: str, prefix: str, output: Any) -> int:
+    """Write the tensors of a folder as a checkpoint, with keys that start with ``prefix``."""
+    stored = read_folder(local_path(path)).keys
+    state = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    load_hf(path, state)
+    renamed = {prefix + name: tensor for name, tensor in state.items()}
+    save_sharded_state_dict(renamed, new)
+    output.report({"new": new, "keys": [*renamed]}, [f"{new}: {len(renamed)} tensors"])
+    return 0
