@@ -30,6 +30,7 @@ from mcore.parallel.checkpoint.files.index import read_index
 from mcore.tensor import current_device
 from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
+from pretrain.cli.handshake import LAUNCHER
 from pretrain.run.steps import Steps
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
@@ -125,7 +126,9 @@ def pretrain(
     def forking_launcher(config: Any, program: str) -> Callable[..., None]:
         def ranks(*words: str) -> None:
             assert words[:2] == ("-m", "pretrain")
-            ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=600)
+            with mock.patch.dict(os.environ):
+                del os.environ[LAUNCHER]  # the ranks are children of another process
+                ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=600)
             output.write(ended.stdout)
             errors.write(ended.stderr)
             if failures := _failures(ended.exit_codes):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.cli.options import parse
 from pretrain.settings import Settings, write_settings
 from pretrain_runs import command, environment, last_value, pretrain
 
@@ -102,7 +103,7 @@ REFUSED = {
     "field": ("--field body", "--field body has no effect without --data"),
     "word": ("--tp two", "argument --tp: invalid int value: 'two'"),
     "unknown": ("--tpp 2", "unrecognized arguments: --tpp 2"),
-    "length": ("--seq-length 100000000 --cp 1", "--seq-length 100000000 must be below"),
+    "length": ("--seq-length 100000000 --cp 1", "both must be above --seq-length 100000000"),
     "missing run": (
         "--resume nowhere",
         "--resume nowhere: not a run folder (it has no config.json)",
@@ -156,3 +157,18 @@ def test_refusals_and_help_come_before_torch_is_loaded(tmp_path: Path) -> None:
     assert (lines[:4], lines[-1]) == (["2"] * 4, "set()")
     assert "--train-iters" in done.stdout
     assert len(done.stderr.splitlines()) == 4
+
+
+def test_each_group_of_the_help_fits_a_screen_and_the_first_has_ten_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    groups = dict(re.findall(r"^([a-z].*):\n((?: .*\n)+)", text, re.MULTILINE))
+    assert len(groups) >= 10
+    assert max(group.count("\n") for group in groups.values()) < 24
+    first = re.findall(r"^  (--[a-z-]+)", next(iter(groups.values())), re.MULTILINE)
+    assert len(first) == 10
+    assert {"--data", "--resume", "--train-iters", "--lr"} < set(first)

@@ -143,6 +143,6 @@ def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(
     assert done.returncode == 0, done.stderr
     settings = json.loads((run / "config.json").read_text())["settings"]
     assert (settings["tp"], settings["dp"]) == (1, 2)
-    said = "continuing with the layout tp1-cp1-dp2 instead of tp2-cp1-dp1, with new random streams"
-    assert said in done.stderr
+    for said in ("--tp is 1, before 2", "--dp is 2, before 1", "--train-iters is 5, before 3"):
+        assert f"pretrain: from step 4 on {said}\n" in done.stderr
     assert (run / "checkpoints" / "step_00000005").is_dir()

@@ -80,7 +80,7 @@ def test_a_run_with_dropout_goes_on_where_it_was_interrupted(tmp_path: Path) -> 
 
 
 REFUSED = {
-    "fsdp": (["--fsdp"], "--cuda-graph local cannot work with --fsdp"),
+    "fsdp": (["--fsdp"], "--cuda-graph cannot work with --fsdp"),
     "kind": (["--cuda-graph", "full"], "argument --cuda-graph: invalid choice: 'full'"),
 }
 

@@ -35,10 +35,7 @@ def gradient_norm_of_one_process(checkpoint: str, step: int) -> float:
         for name, values in whole_parameters(Path(checkpoint)).items():
             wanted.pop(name).copy_(values)
     assert not wanted
-    batch = draw_batch(
-        load_corpus().train, rows=slice(None), batch_size=alone.global_batch_size,
-        seq_length=alone.seq_length, seed=alone.seed, step=step,
-    )  # fmt: skip
+    batch = draw_batch(load_corpus().train, alone, slice(None), alone.seed, step)
     logits = model(batch["tokens"], batch["position_ids"])
     labels = batch["labels"].transpose(0, 1)
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()

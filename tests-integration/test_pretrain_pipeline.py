@@ -268,7 +268,7 @@ def test_all_stages_agree_that_a_run_diverges(tmp_path: Path) -> None:
             "--pp 2 --vpp 2 --global-batch-size 15",
             "makes 15 micro-batches, but --vpp needs a multiple",
         ),
-        ("--pp 2 --cuda-graph local", "has one set of activations per layer, but --pp"),
+        ("--pp 2 --cuda-graph local", "--cuda-graph cannot work with --pp, which needs a set"),
         ("--pp 2 --fsdp --defer-embedding-wgrad", "cannot work with --fsdp, which reduces"),
         ("--pp 2 --value-head --defer-embedding-wgrad", "cannot work with --value-head, which has"),
         ("--pp 2 --ranks 3", "tp * cp * pp * dp = 1 * 1 * 2 * 1 = 2, but there are 3 ranks"),

@@ -268,7 +268,10 @@ REFUSED = {
     "rank": ("--slow-rank 2:4", "--slow-rank 2:4: there are 2 ranks, 0 to 1"),
     "factor": ("--slow-rank 1:1", "--slow-rank 1:1: the factor must be above 1"),
     "port": ("--straggler-port 65545", "--straggler-port must be from 0 to 65535, got 65545"),
-    "off": ("--straggler-port 5000 --no-straggler", "--straggler-port 5000 needs --straggler"),
+    "off": (
+        "--straggler-port 5000 --no-straggler",
+        "--straggler-port 5000 needs --straggler: add it",
+    ),
 }
 
 

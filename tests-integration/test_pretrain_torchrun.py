@@ -171,8 +171,9 @@ def test_the_cluster_files_give_options_that_exist() -> None:
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     check_that_pods_hear_only_each_other(network, store, job)
     [container] = pod["containers"]
-    assert {entry["name"]: entry["value"] for entry in container["env"]} == NODES_CHANGE
-    assert container["command"] == ["hatch", "run", "torchrun", "-m", "pretrain"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert variables == {**NODES_CHANGE, "PYTHONPATH": "/mcore/tools"}
+    assert container["command"][2] == 'exec "$(hatch env find)/bin/torchrun" -m pretrain "$@"'
     words = container["args"]
     batch = (folder / "slurm.sbatch").read_text()
     assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0

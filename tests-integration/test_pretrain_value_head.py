@@ -57,14 +57,8 @@ def gradients_here(settings: Settings) -> dict[str, tuple[torch.Tensor, int | No
     model = build_model(settings, transformer_config(settings), groups, CPU)
     optimizer = build_optimizer(settings, model, groups)
     objective = objective_of(settings)
-    batch = draw_batch(
-        load_corpus().train,
-        rows=slice(groups.rank("dp"), None, groups.size("dp")),
-        batch_size=settings.global_batch_size,
-        seq_length=settings.seq_length,
-        seed=settings.seed,
-        step=1,
-    )
+    rows = slice(groups.rank("dp"), None, groups.size("dp"))
+    batch = draw_batch(load_corpus().train, settings, rows, settings.seed, 1)
     local = get_batch_on_this_cp_rank(objective.with_labels(batch), groups.cp)
     output = model(local["tokens"], local["position_ids"])
     loss = objective.losses(output, local["labels"].transpose(0, 1), groups.tp).mean()
@@ -164,14 +158,14 @@ def test_arithmetic_counts_one_output() -> None:
 
 
 REFUSED = {
-    "untied": (["--untied"], "--untied is for the output head over tokens"),
+    "untied": (["--untied"], "--untied cannot work with --value-head, which replaces"),
     "no tp": (["--sequence-parallel"], "--sequence-parallel splits the sequence over the tp ranks"),
     "length": (
         shlex.split(
             "--hidden-size 48 --num-attention-heads 6 --seq-length 40 --cp 2 --tp 3 "
             "--sequence-parallel"
         ),
-        "--seq-length 40 is not divisible by --cp 2 times --tp 3",
+        "--seq-length 40 is not divisible by --cp * --tp, which --sequence-parallel needs: 6",
     ),
 }
 

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import calc_params_l2_norm
-from mcore.parallel import ProcessGroups, get_pg_size
+from mcore.parallel import (
+    ProcessGroups,
+    all_to_all,
+    check_param_hashes_across_dp_replicas,
+    get_batch_on_this_cp_rank,
+    get_pg_size,
+    get_tensor_model_parallel_group_if_none,
+    reduce_from_tensor_model_parallel_region,
+    reduce_max_stat_across_model_parallel_group,
+    use_process_groups,
+)
 from rank_testing import run_ranks
 
 SAME = ("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "mp", "tp_ep", "tp_ep_pp", "expt_dp")
@@ -50,6 +60,26 @@ def exchange_groups() -> None:
     half.weight.tensor_model_parallel = True  # type: ignore[assignment]
     for groups in (theirs, ours):
         assert calc_params_l2_norm(half, config, pg_collection=groups) == pytest.approx(32**0.5)
+    rank = dist.get_rank()
+    rows = torch.full((2, 2), float(rank))
+    summed = [sum(ours.ranks("tp"))] * 2
+    for groups in (theirs, ours):
+        assert reduce_from_tensor_model_parallel_region(rows, groups).tolist() == [summed] * 2
+        assert reduce_max_stat_across_model_parallel_group(rank, groups) == max(ours.ranks("mp"))
+        assert all_to_all(rows, groups)[:, 0].tolist() == ours.ranks("ep")
+        part = get_batch_on_this_cp_rank({"tokens": torch.arange(8)[None]}, groups)["tokens"]
+        assert part.tolist() == [[[0, 1, 6, 7], [2, 3, 4, 5]][ours.rank("cp")]]
+        assert check_param_hashes_across_dp_replicas(half, dp_group=groups, expert_dp_group=groups)
+        assert get_tensor_model_parallel_group_if_none(groups) is ours.tp
+    with use_process_groups(theirs) as default:
+        assert default is not None
+        assert default.ranks("dp_cp") == own.ranks("dp_cp")
+        assert reduce_max_stat_across_model_parallel_group(rank, None) == max(ours.ranks("mp"))
+    with pytest.raises(TypeError, match="ProcessGroupCollection as a process group: pass a group"):
+        get_pg_size(theirs)
+    few: Any = kind.ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+    with pytest.raises(ValueError, match="has no mp group: set it, or pass it"):
+        reduce_max_stat_across_model_parallel_group(rank, few)
     state.destroy_model_parallel()
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import mcore.modules as ours
+from mcore.modules.wrappers import is_data_parallel_wrapper
 from mcore.parallel.checkpoint import load_sharded_state_dict, save_sharded_state_dict
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -205,6 +206,36 @@ def test_unwrapping_with_their_classes(make: Callable[[Any], tuple[Any, Any]]) -
     assert ours.unwrap_model(model) is trunk
     if make in (plain, their_wrapper, their_data_parallel):  # theirs know no other wrapper
         assert peer("utils").unwrap_model(model) is trunk
+
+
+WRAPPERS = [
+    ("distributed", "DistributedDataParallel"),
+    ("distributed", "TorchFullyShardedDataParallel"),
+    ("distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+    ("distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP"),
+    ("transformer.module", "Float16Module"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), WRAPPERS)
+def test_their_wrappers_are_known_by_name(module: str, name: str) -> None:
+    """Their constructors need a GPU, so each wrapper gets its model without them."""
+    kind = getattr(peer(module), name)
+    wrapper = kind.__new__(kind)
+    torch.nn.Module.__init__(wrapper)
+    trunk = wrapper.module = Trunk(config_of("bf16"))
+    group = peer("parallel_state").get_data_parallel_group(with_context_parallel=True)
+    holder = ours.MegatronModule(None)
+    holder.inner = wrapper
+    assert ours.unwrap_model(wrapper) is trunk
+    assert is_data_parallel_wrapper(wrapper) is (name != "Float16Module")
+    assert ours.get_attr_wrapped_model(wrapper, "model_type") == "a model type"
+    assert ours.get_model_config(wrapper) is trunk.config
+    assert (ours.find_megatron_fsdp(wrapper) is wrapper) is (name == "MegatronFSDP")
+    keys = sorted(trunk.state_dict())
+    assert sorted(ours.sharded_state_dict_of(wrapper, metadata={"dp_cp_group": group})) == keys
+    found = holder.sharded_state_dict(metadata={"dp_cp_group": group})
+    assert sorted(found) == [f"inner.{key}" for key in keys]
 
 
 def tree(kind: Any, config: Any) -> Any:

@@ -21,18 +21,29 @@ SCRIPT = HERE / "train_megatron.py"
 SERVED = ("-m", "mcore_megatron", "--report")
 
 
-def train(folder: Path, tp: int, pp: int, *command: str) -> list[str]:
+# Ranks, and the sizes of the tensor, pipeline and expert dimensions. The others are data-parallel.
+JOBS = {
+    "one rank": (1, 1, 1, 1),
+    "tensor": (2, 2, 1, 1),
+    "pipeline": (2, 1, 2, 1),
+    "data": (2, 1, 1, 1),
+    "experts": (2, 1, 1, 2),
+}
+
+
+def train(folder: Path, job: str, *command: str) -> list[str]:
     """Run the ranks of a job. Returns the output of each."""
+    ranks_of_job, *sizes = JOBS[job]
     folder.mkdir()
     paths = [str(HERE), *sys.path]
-    given = {**os.environ, "WORLD_SIZE": str(tp * pp), "PYTHONPATH": os.pathsep.join(paths)}
+    given = {**os.environ, "WORLD_SIZE": str(ranks_of_job), "PYTHONPATH": os.pathsep.join(paths)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command, str(tp), str(pp), str(folder)],
+            [sys.executable, "-W", "ignore", *command, *map(str, sizes), str(folder)],
             env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for rank in range(tp * pp)
+        for rank in range(ranks_of_job)
     ]  # fmt: skip
     try:
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
@@ -57,16 +68,18 @@ def read_checkpoint(folder: Path) -> tuple[set[str], dict[str, torch.Tensor]]:
     return set(saved), tensors
 
 
-def assert_equal_jobs(folder: Path, expected: Path, ranks: int) -> None:
-    for rank in range(ranks):
-        losses, weights = torch.load(folder / f"rank{rank}.pt")
-        their_losses, their_weights = torch.load(expected / f"rank{rank}.pt")
+def assert_equal_jobs(folder: Path, expected: Path, job: str) -> None:
+    for rank in range(JOBS[job][0]):
+        losses, weights, seconds = torch.load(folder / f"rank{rank}.pt")
+        their_losses, their_weights, their_seconds = torch.load(expected / f"rank{rank}.pt")
         assert losses == their_losses
         assert len({step[-1] for step in losses}) == len(losses)  # it trains
         assert_equal_tensors(weights, their_weights)
     (keys, tensors), (their_keys, their_tensors) = map(read_checkpoint, (folder, expected))
     assert keys == their_keys
     assert_equal_tensors(tensors, their_tensors)
+    ratio = seconds / their_seconds
+    sys.stdout.write(f"{job}, {folder.name}: {ratio:.2f} times the time of Megatron's steps\n")
 
 
 def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -75,19 +88,27 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
-def test_losses_weights_and_checkpoints_are_megatrons(tp: int, pp: int, tmp_path: Path) -> None:
-    train(tmp_path / "theirs", tp, pp, str(SCRIPT))
-    output = train(tmp_path / "served", tp, pp, *SERVED, str(SCRIPT))[0]
+ENTRIES = "unwrap_model([model])[0].sharded_state_dict()"
+CONVERT = "from mcore.modules import to_megatron_sharded_state_dict as convert"
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_losses_weights_and_checkpoints_are_megatrons(job: str, tmp_path: Path) -> None:
+    train(tmp_path / "theirs", job, str(SCRIPT))
+    output = train(tmp_path / "served", job, *SERVED, str(SCRIPT))[0]
     assert "local_multi_tensor_scale: Megatron's, it multiplies in float32" in output
     assert int(output.splitlines()[-1].partition(" names are mcore's")[0]) > 85
-    assert_equal_jobs(tmp_path / "served", tmp_path / "theirs", tp * pp)
-    moved = tmp_path / SCRIPT.name
-    moved.write_text(SCRIPT.read_text())
+    assert_equal_jobs(tmp_path / "served", tmp_path / "theirs", job)
+    moved, source = tmp_path / SCRIPT.name, SCRIPT.read_text()
+    moved.write_text(source)
+    assert migrate([str(moved)]) == 0
+    assert moved.read_text() == source  # it saves with Megatron's checkpoints
+    converted = source.replace(ENTRIES, f"convert({ENTRIES})")
+    moved.write_text(converted.replace("\nSTEPS", f"\n{CONVERT}\n\nSTEPS", 1))
     assert migrate([str(moved)]) == 0
     assert "from mcore.modules import unwrap_model" in moved.read_text()
-    train(tmp_path / "rewritten", tp, pp, str(moved))
-    assert_equal_jobs(tmp_path / "rewritten", tmp_path / "theirs", tp * pp)
+    train(tmp_path / "rewritten", job, str(moved))
+    assert_equal_jobs(tmp_path / "rewritten", tmp_path / "theirs", job)
 
 
 def run(code: str, *arguments: str) -> str:

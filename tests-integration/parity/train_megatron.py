@@ -1,12 +1,13 @@
-"""A rank of a job with Megatron's GPT: ``train_megatron.py TP PP FOLDER``. 20 steps and a save.
+"""A rank of a job with Megatron's GPT: ``train_megatron.py TP PP EP FOLDER``. 20 steps and a save.
 
-Nothing in it is mcore's. Its environment has RANK and WORLD_SIZE.
+Nothing in it is mcore's. Its environment has RANK and WORLD_SIZE. With EP, layers have experts.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,52 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import unwrap_model
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 2, 16, 64
 
 
-def main(tp: int, pp: int, folder: Path) -> None:
+def main(tp: int, pp: int, ep: int, folder: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
     )
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     torch.manual_seed(123 + parallel_state.get_pipeline_model_parallel_rank())
-    model, optimizer = build(tp, pp)
+    model, optimizer = build(tp, pp, ep)
+    start = time.perf_counter()
     losses = train(model, optimizer)
+    seconds = time.perf_counter() - start
     state = unwrap_model([model])[0].sharded_state_dict()
     whole = {"model": state, "optimizer": optimizer.sharded_state_dict({"model": state})}
     (folder / "checkpoint").mkdir(exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(whole, str(folder / "checkpoint"))
     weights = {name: value.detach().clone() for name, value in model.module.named_parameters()}
-    torch.save((losses, weights), folder / f"rank{rank}.pt")
+    torch.save((losses, weights, seconds), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def build(tp: int, pp: int) -> tuple[Any, Any]:
+def build(tp: int, pp: int, ep: int) -> tuple[Any, Any]:
     """Megatron's model in Megatron's wrapper, and Megatron's optimizer."""
+    experts: dict[str, Any] = {"num_moe_experts": 2 * ep} if ep > 1 else {}
+    if experts:
+        moe_utils.te_general_gemm = None  # 0.16.1 asks for it although it is not defined without TE
+        experts |= {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep, **experts,
         pipeline_dtype=torch.float32, attention_dropout=0.0, hidden_dropout=0.0,
         finalize_model_grads_func=finalize_model_grads, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
     )  # fmt: skip
+    spec = get_gpt_layer_local_spec(config.num_moe_experts)
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+        config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
@@ -103,4 +113,4 @@ def train(model: Any, optimizer: Any) -> list[list[float]]:
 
 
 if __name__ == "__main__":  # a save of Megatron starts processes that import this file
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pretrain.corpus import Corpus
-from pretrain.run.steps import learning_rate_at
+from pretrain.run.schedule import learning_rate_at
 from pretrain.settings import Settings
 
 
@@ -98,10 +98,7 @@ class PlainJob:
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
-        rate = learning_rate_at(
-            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
-            train_iters=settings.train_iters,
-        )  # fmt: skip
+        rate = learning_rate_at(settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

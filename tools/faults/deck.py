@@ -124,6 +124,8 @@ KINDS = {
     "stop and continue": "SIGSTOP, continued during the next start", "exception": "an exception",
     "exit": "`os._exit(7)`", "abort": "SIGABRT", "memory": "MemoryError",
     "slow": "one rank two seconds late", "launcher": "SIGKILL of the launcher",
+    "rank terminated": "SIGTERM to one rank", "rank hung up": "SIGHUP to one rank",
+    "launcher terminated": "SIGTERM to the launcher", "launcher hung up": "SIGHUP to the launcher",
     "node": "SIGKILL of a node's torchrun and rank, then a restart",
     "full disk": "no space left until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
@@ -133,12 +135,13 @@ KINDS = {
     "no manifest": "in the newest checkpoint",
 }  # fmt: skip
 FATAL = ("kill", "stop", "stop and continue", "exception", "exit", "abort", "memory")
+SIGNALS = ("rank terminated", "rank hung up", "launcher terminated", "launcher hung up")
 DAMAGES = ("flipped bit", "truncated file", "no manifest")
 # These do not end the job.
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
 )  # fmt: skip
-_KINDS_UNDER = {"command": (*FATAL, "launcher"), "agents": ("node", "kill", "exception")}
+_KINDS_UNDER = {"command": (*FATAL, "launcher", *SIGNALS), "agents": ("node", "kill", "exception")}
 _ON_DISKS = ("data", "log", "validation", "save", "save: files", "save: manifest", "close")
 _ON_TRACKERS = ("start", "forward", "log", "save", "close")
 
@@ -191,6 +194,8 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
         for kind in kinds:
             if phase.name == "leave" and kind.startswith("stop"):
                 continue  # the other ranks have left, so nothing in the job could notice
+            if phase.is_last and kind in SIGNALS:
+                continue  # the job has done its last step and saved, so it only ends
             yield from on_each_rank(kind, phase, phase.variants)
         if launcher != "forked":
             continue

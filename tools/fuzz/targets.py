@@ -50,20 +50,20 @@ def read_metrics(content: bytes, folder: Path) -> None:
 
 def answer_request(content: bytes, folder: Path) -> None:
     """Answer the bytes of a connection to the straggler controller."""
-    server, router = _make_server()
+    server = _make_server()
     with socket.create_connection(("127.0.0.1", server.server_port)) as client:
         connection, address = server.get_request()
         client.sendall(content[:_MOST_REQUEST_BYTES])
         client.shutdown(socket.SHUT_WR)
         with connection:
-            ControllerRequest(router, connection, address, server)
+            ControllerRequest(connection, address, server)
 
 
 @functools.cache
-def _make_server() -> tuple[ControllerServer, Router]:
+def _make_server() -> ControllerServer:
     state = ControllerState(rank=0, world_size=2, enabled=True)
     router = Router(state, token=None, allow_get_toggle=False)
-    return ControllerServer(socket.AF_INET, ("127.0.0.1", 0), router), router
+    return ControllerServer(socket.AF_INET, ("127.0.0.1", 0), router)
 
 
 def read_cache_facts(content: bytes, folder: Path) -> None:

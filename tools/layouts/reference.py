@@ -195,10 +195,7 @@ def train_plain(
 
 
 def _draw_batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
-    return draw_batch(
-        text, rows=slice(None), batch_size=settings.global_batch_size,
-        seq_length=settings.seq_length, seed=settings.seed, step=step,
-    )  # fmt: skip
+    return draw_batch(text, settings, slice(None), settings.seed, step)
 
 
 def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:

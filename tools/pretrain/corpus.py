@@ -43,6 +43,7 @@ class Corpus:
     """Two parts of a text as unsigned integers, and a checksum of the whole text.
 
     Training batches have random windows, or with ``each_once`` every window once per epoch.
+    ``surplus`` is the number of samples that earlier steps took beyond those of steps of this size.
     """
 
     train: Text
@@ -50,6 +51,7 @@ class Corpus:
     checksum: int
     unit: str = "bytes"
     each_once: bool = False
+    surplus: int = 0
 
     @property
     def description(self) -> str:
@@ -63,16 +65,17 @@ class Corpus:
         With ``each_once`` they start after the samples of the earlier steps.
         """
         if not self.each_once:
-            return self._draw(self.train, settings, rows, settings.seed, step)
+            return draw_batch(self.train, settings, rows, settings.seed, step)
         starts = starts_in_order(
             len(self.train), seq_length=settings.seq_length, seed=settings.seed,
-            first=(step - 1) * settings.global_batch_size, count=settings.global_batch_size,
+            first=self.surplus + (step - 1) * settings.global_batch_size,
+            count=settings.global_batch_size,
         )  # fmt: skip
         return batch_at(self.train, starts, rows, settings.seq_length)
 
     def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
         """Rows of a validation batch (from 0) of random windows."""
-        return self._draw(self.validation, settings, rows, settings.seed + 1, number)
+        return draw_batch(self.validation, settings, rows, settings.seed + 1, number)
 
     def packed(self, borders: NDArray[Any], multiple: int) -> Corpus:
         """The text with packed documents. Raises UsageError if no document has a target."""
@@ -96,12 +99,6 @@ class Corpus:
         if count < _LEAST_IN_MILLIONS:
             return f"{count:,} {self.unit}"
         return f"{count / 1e6:.1f} {'MB' if self.unit == 'bytes' else f'M {self.unit}'}"
-
-    def _draw(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
-        return draw_batch(
-            text, rows=rows, batch_size=settings.global_batch_size, seq_length=settings.seq_length,
-            seed=seed, step=step,
-        )  # fmt: skip
 
 
 def load_text(settings: Settings, run_dir: Path, resumed: Path | None = None) -> Corpus:
@@ -144,15 +141,8 @@ def run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
 def load_cached_corpus(settings: Settings, cache: TokenCache) -> Corpus:
     """The text of ``--data`` from an existing cache. Raises UsageError if it is too short."""
     tokens, checksum = open_cache(cache)
-    split = int(len(tokens) * (1 - settings.validation_share))
-    shorter = min(split, len(tokens) - split)
     kind = "tokens" if settings.tokenizer_digest else "bytes"
-    if shorter <= settings.seq_length:
-        raise UsageError(
-            f"--data {settings.data}: of its {len(tokens)} {kind}, {split} are for training and "
-            f"{len(tokens) - split} for validation, but both must be above --seq-length "
-            f"{settings.seq_length}"
-        )
+    split = _split_text(f"--data {settings.data}", len(tokens), kind, settings)
     corpus = Corpus(tokens[:split], tokens[split:], checksum, kind, each_once=True)
     if settings.packed:
         return corpus.packed(read_borders(cache), settings.document_multiple)
@@ -190,13 +180,18 @@ def standard_library_files() -> list[Path]:
 def require_text(settings: Settings) -> None:
     """Raise UsageError if the built-in text is too short. Reads only the sizes of the files."""
     total = sum(path.stat().st_size for path in standard_library_files())
-    split = int(total * (1 - settings.validation_share))
-    shorter = min(split, total - split)
-    if shorter <= settings.seq_length:
+    _split_text("the standard library", total, "bytes", settings)
+
+
+def _split_text(source: str, count: int, kind: str, settings: Settings) -> int:
+    """The place where the validation text begins. Raises UsageError if a part is too short."""
+    split = int(count * (1 - settings.validation_share))
+    if min(split, count - split) <= settings.seq_length:
         raise UsageError(
-            f"--seq-length {settings.seq_length} must be below the {total - split} bytes of "
-            f"validation text and the {split} bytes of training text"
+            f"{source}: of its {count} {kind}, {split} are for training and {count - split} for "
+            f"validation, but both must be above --seq-length {settings.seq_length}"
         )
+    return split
 
 
 def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int = 0) -> Corpus:
@@ -215,10 +210,9 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
     return corpus
 
 
-def draw_batch(
-    text: Text, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
-) -> Batch:
-    """Draw the batch of one step, equal in every layout and after a resume."""
+def draw_batch(text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
+    """Draw rows of the batch of one step, equal in every layout and after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)
-    return batch_at(text, starts, rows, seq_length)
+    possible = len(text) - settings.seq_length
+    starts = torch.randint(possible, (settings.global_batch_size,), generator=generator)
+    return batch_at(text, starts, rows, settings.seq_length)

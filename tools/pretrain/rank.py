@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import sys
@@ -11,14 +10,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from mcore.observe import status_of
 from mcore.tensor import current_device
 from pretrain.cli.claim import still_ours
 from pretrain.cli.ending import Ending, end_after
-from pretrain.cli.handshake import agree_on_folder, join, report_another_layout
+from pretrain.cli.handshake import agree_on_folder, join
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
+from pretrain.threads import choose_threads
 from pretrain.usage import UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
@@ -42,22 +43,21 @@ def _train_and_report(request: Request) -> int:
 
         standin.switch_on()
     device = _choose_device()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
+    torch.set_num_threads(choose_threads()[0])
     join(device, datetime.timedelta(seconds=settings.timeout_s))
-    report_another_layout(request)
-    folder = None
+    folder = mlflow = None
     try:
         folder = agree_on_folder(request, device)
         mlflow = _open_mlflow(request, folder, ending)
-        with mlflow or contextlib.nullcontext():
-            train(
-                settings, folder, device, resume=request.resume, past_damage=request.by_itself,
-                mlflow=mlflow, signal=lambda: ending.requested,
-            )  # fmt: skip
+        train(
+            settings, folder, device, resume=request.resume, past_damage=request.by_itself,
+            mlflow=mlflow, signal=lambda: ending.requested,
+        )  # fmt: skip
         # A rank that hangs after the others have left would block the launcher without end.
         dist.barrier()
     except (Exception, SystemExit) as error:
+        if mlflow is not None:
+            mlflow.end(status_of(error))
         return end_after(error, folder)
     dist.destroy_process_group()
     return 0

@@ -16,6 +16,8 @@ from typing import IO
 
 from pretrain.usage import UsageError
 
+LOCK_NAME = "job.lock"
+
 
 class RunFolder:
     """Paths of a run.

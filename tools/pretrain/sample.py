@@ -12,11 +12,10 @@ import torch
 
 from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups
-from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
 from pretrain.cli.options import Parser
 from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
-from pretrain.run.checkpoints import step_to_load
+from pretrain.run.checkpoints import load_weights, step_to_load
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
@@ -56,12 +55,7 @@ def load_model(settings: Settings, folder: RunFolder) -> MegatronModule:
     path = folder.checkpoint(step_to_load(folder, "--run"))
     groups = ProcessGroups.from_sizes()
     model = build_model(settings, transformer_config(settings), groups, _CPU)
-    metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}
-    state = model.sharded_state_dict(prefix="model.", metadata=metadata)
-    try:
-        load_sharded_state_dict(state, path, unexpected="ignore")
-    except CheckpointingException as error:
-        raise UsageError(f"--run: cannot read {path} ({str(error).splitlines()[0]})") from None
+    load_weights(model, groups, path)
     return model.eval()
 
 
@@ -112,10 +106,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     likeliest = "default: 0, always the likeliest token"
     add("--temperature", type=float, default=0.0, help=likeliest)
     likely = "with --temperature: draw from the N likeliest (0: all)"
-    add("--top-k", type=int, default=0, help=likely)
-    add("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
+    add("--top-k", type=int, help=likely)
+    add("--seed", type=int, help="with --temperature: seed of the draws (default: 1234)")
     add("--tokenizer", metavar="FILE", help="new path of the run's tokenizer")
     given = parser.parse_args(argv)
+    if given.temperature == 0 and (given.top_k is not None or given.seed is not None):
+        raise UsageError("--top-k and --seed are for draws: pass --temperature too")
+    given.top_k, given.seed = given.top_k or 0, 1234 if given.seed is None else given.seed
     for flag in ("tokens", "temperature", "top_k", "seed"):
         if not 0 <= getattr(given, flag) < math.inf:
             raise UsageError(f"--{flag.replace('_', '-')} must be at least 0 and finite")

@@ -28,6 +28,9 @@ DEFAULT_RANKS = 2
 # config.json records the versions of these.
 _DISTRIBUTIONS = ("torch", "numpy", "mlflow", "tensorboard")
 _PARTS = ("versioning", "tensor", "parallel", "modules", "observe")
+_MODEL = "its weights depend on it"
+BY_TEXT = "its place in the text depends on it, unless you pass --reset-data"
+_SEEDED = "the order of its text depends on it"
 _SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
 
 
@@ -44,6 +47,7 @@ def _at_least(minimum: int) -> Limit:
 
 
 _FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
+_POSITIVE = Limit("above 0 and finite", lambda value: 0 < value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
 _PART = Limit("between 0 and 1", lambda value: 0.0 < value < 1.0)
 _MOST_S = 1_000_000  # timeouts of torch and the OS overflow above this
@@ -59,15 +63,16 @@ def _option(
     help_text: str,
     limit: Limit | None = None,
     *,
-    fixed: bool = False,
+    fixed: str = "",
     kept: bool = True,
     choices: tuple[str, ...] | None = None,
     derived: bool = False,
 ) -> Any:
     """A field of the settings.
 
-    A resumed run must not change ``fixed`` settings. It resets settings that are not ``kept`` to
-    their defaults. ``derived`` settings are computed from others and have no option.
+    ``fixed`` is the reason why a resumed run must not change a setting. A resumed run resets
+    settings that are not ``kept`` to their defaults. ``derived`` settings are computed from others
+    and have no option.
     """
     metadata = {
         "help": help_text, "limit": limit, "fixed": fixed, "kept": kept and not derived,
@@ -107,63 +112,82 @@ class Settings:
     )  # fmt: skip
 
     data: str = _option("", "file, folder or glob of your text (.jsonl files have records)")
-    field: str = _option("text", "JSON key of the text in --data records", fixed=True)
+    field: str = _option("text", "JSON key of the text in --data records", fixed=BY_TEXT)
     tokenizer: str = _option("", "Hugging Face tokenizer file for --data (default: learn bytes)")
+    reset_data: bool = _option(
+        False, "with --resume: begin the text, or another text, at its start", kept=False
+    )
     data_cache: str = _option("", "folder for the tokens of --data (default: next to the run)")
     validation_share: float = _option(
-        0.05, "share of the text, at its end, for validation", _PART, fixed=True
+        0.05, "share of the text, at its end, for validation", _PART, fixed=BY_TEXT
     )
     packed: bool = _option(
         False,
         "pack several documents (files or records) into a sequence, with no attention between them",
-        fixed=True,
+        fixed=BY_TEXT,
     )
     document_multiple: int = _option(
-        8, "with --packed: pad documents to a multiple of this", _at_least(1), fixed=True
+        8, "with --packed: pad documents to a multiple of this", _at_least(1), fixed=BY_TEXT
     )
     vocabulary_size: int = _option(256, "size of the tokenizer's vocabulary", derived=True)
     tokenizer_digest: str = _option("", "checksum of the tokenizer", derived=True)
 
-    num_layers: int = _option(4, "transformer layers", _at_least(1), fixed=True)
-    hidden_size: int = _option(128, "width of the hidden states", _at_least(1), fixed=True)
-    num_attention_heads: int = _option(4, "attention heads", _at_least(1), fixed=True)
-    seq_length: int = _option(128, "bytes or tokens per sequence", _at_least(1), fixed=True)
-    untied: bool = _option(False, "separate weights for embedding and output head", fixed=True)
-    bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
-    dropout: float = _option(0.0, "dropout on attention weights and residuals", _SHARE, fixed=True)
+    num_layers: int = _option(4, "transformer layers", _at_least(1), fixed=_MODEL)
+    hidden_size: int = _option(128, "width of the hidden states", _at_least(1), fixed=_MODEL)
+    num_attention_heads: int = _option(4, "attention heads", _at_least(1), fixed=_MODEL)
+    seq_length: int = _option(128, "bytes or tokens per sequence", _at_least(1), fixed=BY_TEXT)
+    untied: bool = _option(False, "separate weights for embedding and output head", fixed=_MODEL)
+    bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=_MODEL)
+    dropout: float = _option(0.0, "dropout on attention weights and residuals", _SHARE)
     value_head: bool = _option(
-        False, "learn the column of each byte in its line instead of the next byte", fixed=True
+        False, "learn the column of each byte in its line instead of the next byte", fixed=_MODEL
     )
 
     experts: int = _option(
-        0, "experts per layer instead of one feed-forward (0: none)", _at_least(0), fixed=True
+        0, "experts per layer instead of one feed-forward (0: none)", _at_least(0), fixed=_MODEL
     )
-    topk: int = _option(2, "experts per token", _at_least(1), fixed=True)
+    topk: int = _option(2, "experts per token", _at_least(1), fixed=_MODEL)
     balance: Literal["batch", "sequence"] = _option(
         "batch", "balance expert loads over all sequences of a forward pass or over each sequence",
-        choices=("batch", "sequence"), fixed=True,
+        choices=("batch", "sequence"),
     )  # fmt: skip
-    balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE, fixed=True)
-    z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE, fixed=True)
-    freeze_router: bool = _option(False, "keep the initial weights of the routers", fixed=True)
+    balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE)
+    z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE)
+    freeze_router: bool = _option(False, "keep the initial weights of the routers", fixed=_MODEL)
     mtp: int = _option(
-        0, "1: also learn the token after the next, with one more layer", _UP_TO_ONE, fixed=True
+        0, "1: also learn the token after the next, with one more layer", _UP_TO_ONE, fixed=_MODEL
     )
-    mtp_loss: float = _option(0.3, "weight of that token's loss", _FINITE, fixed=True)
+    mtp_loss: float = _option(0.3, "weight of that token's loss", _FINITE)
 
     train_iters: int = _option(200, "total number of optimizer steps", _at_least(1))
-    global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
+    init_from: str = _option("", "begin with the weights of this run or checkpoint, of any layout")
+    eval_only: bool = _option(
+        False, "with --init-from: only compute the validation loss", kept=False
+    )
+    global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1))
     micro_batch_size: int = _option(
         0, "sequences per rank and forward pass (0: all of the rank, with --pp one)", _at_least(0)
     )
-    lr: float = _option(3e-3, "peak learning rate", _FINITE, fixed=True)
-    min_lr: float = _option(3e-4, "learning rate at the end", _FINITE, fixed=True)
-    warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0), fixed=True)
-    weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", _FINITE, fixed=True)
-    clip_grad: float = _option(
-        1.0, "global gradient norm limit (0: no clipping)", _FINITE, fixed=True
+    lr: float = _option(3e-3, "peak learning rate", _FINITE)
+    min_lr: float = _option(3e-4, "learning rate at the end", _FINITE)
+    warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0))
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = _option(
+        "cosine", "learning rate after the warm-up (wsd: constant, then a linear decay at the end)",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )  # fmt: skip
+    lr_decay_iters: int = _option(
+        0, "step at which the learning rate reaches --min-lr (0: the first start's last step)",
+        _at_least(0),
+    )  # fmt: skip
+    lr_wsd_decay_iters: int = _option(
+        0, "with wsd: steps of the decay (0: a fifth of --lr-decay-iters)", _at_least(0)
     )
-    seed: int = _option(1234, "seed of weights, batches and dropout", _SEED, fixed=True)
+    weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", _FINITE)
+    adam_beta1: float = _option(0.9, "AdamW decay of the mean gradient", _SHARE)
+    adam_beta2: float = _option(0.95, "AdamW decay of the mean squared gradient", _SHARE)
+    adam_eps: float = _option(1e-8, "AdamW term that avoids a division by zero", _POSITIVE)
+    clip_grad: float = _option(1.0, "global gradient norm limit (0: no clipping)", _FINITE)
+    seed: int = _option(1234, "seed of weights, batches and dropout", _SEED, fixed=_SEEDED)
 
     log_interval: int = _option(10, "steps between console lines", _at_least(1))
     eval_interval: int = _option(
@@ -225,16 +249,47 @@ class Settings:
         return self.micro_batch_size or (all_at_once if self.pp == 1 else 1)
 
     @property
+    def decay(self) -> range:
+        """The steps between the end of the peak learning rate and the end of its decay."""
+        end = self.lr_decay_iters or self.train_iters
+        begin = end - (self.lr_wsd_decay_iters or end // 5) if self.lr_schedule == "wsd" else 0
+        return range(max(self.warmup_iters, begin), end)
+
+    @property
     def num_microbatches(self) -> int:
         """Forward passes of one rank per optimizer step."""
         return self.global_batch_size // (self.dp * self.rows_per_forward)
 
 
-def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str, Any]]) -> None:
-    """Write ``config.json``: the settings, and facts about the start of the run."""
-    text = json.dumps({"settings": dataclasses.asdict(settings), **dict(facts)}, indent=2)
+def format_flag(name: str) -> str:
+    """The option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def write_settings(
+    settings: Settings, run_dir: Path, facts: Iterable[tuple[str, Any]], step: int = 0
+) -> dict[str, list[Any]]:
+    """Write ``config.json``: the settings, facts about the start, and the changes of each start.
+
+    Returns the old and the new value of each setting that differs from the last start's.
+    """
+    stored = dataclasses.asdict(settings)
+    try:
+        before = json.loads((run_dir / "config.json").read_text())
+    except FileNotFoundError:
+        before = {"settings": stored}
+    history, old = before.get("history", []), before["settings"]
+    changes = {
+        name: [old[name], new]
+        for name, new in kept_settings(stored).items()
+        if old.get(name, new) != new
+    }
+    if changes:
+        history = [*history, {"step": step, "changes": changes}]
+    text = json.dumps({"settings": stored, **dict(facts), "history": history}, indent=2)
     with replacing(run_dir / "config.json") as file:
         file.write(f"{text}\n".encode())
+    return changes
 
 
 def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:

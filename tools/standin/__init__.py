@@ -4,19 +4,7 @@ Values, gradients and addresses are real, computed by the kernels of the CPU. Wh
 leaves undefined is refused, or is poison (NaN).
 """
 
-from standin.backend import register, switch_on, switched_on
-from standin.memory import NAME, is_device
-from standin.recording import HostWaitError, TooManyLaunchesError, launches, no_host_waits, recorded
+from standin.backend import switch_on, switched_on
+from standin.recording import launches, no_host_waits, recorded
 
-__all__ = [
-    "NAME",
-    "HostWaitError",
-    "TooManyLaunchesError",
-    "is_device",
-    "launches",
-    "no_host_waits",
-    "recorded",
-    "register",
-    "switch_on",
-    "switched_on",
-]
+__all__ = ["launches", "no_host_waits", "recorded", "switch_on", "switched_on"]

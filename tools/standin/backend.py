@@ -1,10 +1,9 @@
 """The device in torch: the module ``torch.standin``, and the functions of ``torch.accelerator``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,115 +11,48 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._device import _device_constructors
 
-from standin import clocks, dispatch, graphs, guard, pinned
+from standin import clocks, dispatch, graphs, guard, memory, recording
 from standin.collectives import register_collectives
 from standin.generators import Generator, default_generators, make_default_generators
-from standin.memory import COUNT, NAME, read_stats, reset_peaks
+from standin.memory import COUNT, NAME
 
-
-class Backend:
-    """The module ``torch.standin``, with the functions of ``torch.cuda`` that are needed."""
-
-    Stream = clocks.Stream
-    Event = clocks.Event
-    default_generators = default_generators
-    current_stream = staticmethod(clocks.current_stream)
-    default_stream = staticmethod(clocks.default_stream)
-    set_stream = staticmethod(clocks.set_stream)
-    synchronize = staticmethod(clocks.synchronize)
-    current_device = staticmethod(guard.current_index)
-    CUDAGraph = graphs.Graph
-    graph = staticmethod(graphs.graph)
-    graph_pool_handle = staticmethod(graphs.graph_pool_handle)
-    is_on = False
-
-    def is_available(self) -> bool:
-        """Return whether the device is switched on."""
-        return self.is_on
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        """Return the number of devices, 0 while they are switched off."""
-        return COUNT if self.is_on else 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def is_current_stream_capturing(self) -> bool:
-        """Return whether a graph is being captured."""
-        return graphs.find_capture() is not None
-
-    def init(self) -> None:
-        """Do nothing."""
-
-    def set_device(self, device: Any) -> None:
-        """Make a device current."""
-        guard.set_current_index(clocks.resolve(device).index)
-
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        """Make a device current in a block."""
-        previous = guard.current_index()
-        self.set_device(device)
-        try:
-            yield
-        finally:
-            guard.set_current_index(previous)
-
-    @contextmanager
-    def stream(self, stream: clocks.Stream | None) -> Iterator[None]:
-        """Make a stream current in a block."""
-        if stream is None:
-            yield
-            return
-        with stream:
-            yield
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the generator of the current device."""
-        default_generators[guard.current_index()].manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the generators of all devices."""
-        for generator in default_generators:
-            generator.manual_seed(seed)
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return the state of a device's generator."""
-        return default_generators[clocks.resolve(device).index].get_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the state of a device's generator."""
-        default_generators[clocks.resolve(device).index].set_state(state)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the formats of autocast."""
-        return [torch.float16, torch.bfloat16]
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Return allocated bytes, and their peak."""
-        return read_stats(clocks.resolve(device).index)
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Count peaks from now."""
-        reset_peaks(clocks.resolve(device).index)
-
-    def memory_allocated(self, device: Any = None) -> int:
-        """Return allocated bytes."""
-        return self.memory_stats(device)["allocated_bytes.all.current"]
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        """Return the peak of allocated bytes."""
-        return self.memory_stats(device)["allocated_bytes.all.peak"]
-
-    def empty_cache(self) -> None:
-        """Do nothing."""
-
-
-backend = Backend()
-_forever = ExitStack()
 _libraries: list[Any] = []
+_forever = ExitStack()
+
+
+def _generator(device: Any = None) -> Generator:
+    return default_generators[clocks.resolve(device).index]
+
+
+_STREAMS = {"Stream": clocks.Stream, "Event": clocks.Event}
+# The functions of torch.accelerator and torch.cuda that are needed.
+_ACCELERATOR = {
+    "current_stream": clocks.current_stream,
+    "synchronize": clocks.synchronize,
+    "memory_stats": lambda device=None: memory.read_stats(clocks.resolve(device).index),
+    "reset_peak_memory_stats": lambda device=None: memory.reset_peaks(clocks.resolve(device).index),
+}
+backend: Any = SimpleNamespace(
+    **_STREAMS,
+    **_ACCELERATOR,
+    is_on=False,
+    is_available=lambda: backend.is_on,
+    device_count=lambda: COUNT if backend.is_on else 0,
+    _is_in_bad_fork=lambda: False,
+    current_device=guard.current_index,
+    set_device=lambda device: guard.set_current_index(clocks.resolve(device).index),
+    stream=lambda stream: stream,
+    device=lambda device: torch.accelerator.device_index(clocks.resolve(device).index),
+    CUDAGraph=graphs.Graph,
+    graph=graphs.graph,
+    graph_pool_handle=lambda: (0, next(graphs.numbers)),
+    is_current_stream_capturing=lambda: bool(recording.captures),
+    default_generators=default_generators,
+    manual_seed_all=lambda seed: [one.manual_seed(seed) for one in default_generators],
+    get_rng_state=lambda device=None: _generator(device).get_state(),
+    set_rng_state=lambda state, device=None: _generator(device).set_state(state),
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+)
 
 
 def register() -> None:
@@ -133,7 +65,6 @@ def register() -> None:
     _device_constructors()  # torch keeps the list of its first call, which must not be of patches
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
     guard.extend_guard()
-    guard.install_allocator()
     make_default_generators()
     _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 
@@ -142,34 +73,20 @@ def register() -> None:
 def switched_on() -> Iterator[torch.device]:
     """Make the stand-in the accelerator of this process in a block."""
     register()
-    accelerator = (
-        "current_stream", "set_stream", "synchronize", "memory_stats", "reset_peak_memory_stats",
-        "memory_allocated", "max_memory_allocated", "empty_cache",
-    )  # fmt: skip
-    namespaces: dict[Any, dict[str, Any]] = {
-        torch: {
-            "Stream": clocks.Stream,
-            "Event": clocks.Event,
-            "Generator": Generator,
-            **pinned.make_factories(),
-        },
-        torch.accelerator: {name: getattr(backend, name) for name in accelerator},
-        torch.Tensor: {"is_pinned": pinned.is_pinned, "pin_memory": pinned.pin},
+    patches: dict[Any, dict[str, Any]] = {
+        torch: {**_STREAMS, "Generator": Generator, **memory.make_factories()},
+        torch.accelerator: _ACCELERATOR,
+        torch.Tensor: {"is_pinned": memory.is_pinned, "pin_memory": memory.pin},
+        torch.UntypedStorage: {"__new__": memory.new_storage},
     }
-    patches = [mock.patch.multiple(place, **names) for place, names in namespaces.items()]
-    for patch in patches:
-        patch.start()
-    backend.is_on = True
-    clocks.reset()
-    guard.set_current_index(0)
-    try:
+    with ExitStack() as stack:
+        for place, names in patches.items():
+            stack.enter_context(mock.patch.multiple(place, **names))
+        stack.enter_context(mock.patch.object(backend, "is_on", new=True))
+        for reset in (clocks.reset, lambda: guard.set_current_index(0)):
+            reset()
+            stack.callback(reset)
         yield torch.device(NAME, 0)
-    finally:
-        backend.is_on = False
-        for patch in reversed(patches):
-            patch.stop()
-        clocks.reset()
-        guard.set_current_index(0)
 
 
 def switch_on(rank: int | None = None) -> torch.device:

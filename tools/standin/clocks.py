@@ -1,26 +1,30 @@
 """Streams and events with logical clocks, and the memory that each of them may read.
 
 Ops run at once, so memory always has its last content. A stream that has not waited for the writer
-of a range reads poison there instead: bytes 0xFF, which are NaN in every floating-point format.
-Copies that the host has not waited for leave poison in their destination on the host.
+of a range reads poison there instead: bytes 0xFF, which are NaN in every floating-point format. A
+stream that writes a range must have waited for its readers and writers. Copies that the host has
+not waited for leave poison in their destination on the host.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from standin import recording
 from standin.guard import current_index, set_current_index
-from standin.memory import COUNT, NAME
+from standin.memory import NAME, is_device
 
 Key = tuple[int, int]  # index of the device, number of the stream
-Range = tuple[int, int]  # address of the first byte, and of the first byte after the last
+Tensors = Sequence[torch.Tensor]
+Access = tuple[int, int, Key, int, bool]  # first byte, end, stream, launch, and if it writes
 HOST: Key = (-1, 0)
 POISON = 0xFF
 
@@ -33,85 +37,84 @@ class Clocks:
     """Which launches of each stream the other streams and the host have waited for."""
 
     def __init__(self) -> None:
-        self._views: dict[Key, dict[Key, int]] = {HOST: {}}
-        self.writes: dict[int, list[tuple[Range, Key, int]]] = {}
-        self._pending: list[tuple[Key, int, Callable[[], object], bool]] = []
+        self.views: defaultdict[Key, dict[Key, int]] = defaultdict(dict)
+        # The latest accesses to each storage. The lists are replaced, never changed.
+        self.accesses: dict[int, list[Access]] = {}
+        self._pending: list[tuple[Key, int, Callable[[], object]]] = []
 
     def launch(self, key: Key) -> int:
         """Return the number of a new launch on a stream, which follows all that the host saw."""
-        view = self._views.setdefault(key, {})
-        _merge(view, self._views[HOST])
-        view[key] = view.get(key, 0) + 1
-        return view[key]
+        self.wait(key, self.views[HOST])
+        self.views[key][key] = self.views[key].get(key, 0) + 1
+        return self.views[key][key]
 
-    def read_view(self, key: Key) -> dict[Key, int]:
-        """Return the launches that a stream has waited for, and its latest one."""
-        return dict(self._views.get(key, {}))
+    def run(self, key: Key, read: Tensors, written: Tensors, work: Callable[[], Any]) -> Any:
+        """Run work as the next launch of a stream, and return its result.
+
+        What the stream may not read is poison for the work.
+        """
+        number = self.launch(key)
+        for tensor in written:
+            if self._find_unseen(key, tensor):
+                line = f"{tuple(tensor.shape)} is changed at {recording.find_line()}"
+                raise RaceError(f"{line} while another stream may still use it: wait for its work")
+        unseen = [
+            (low, ctypes.string_at(low, high - low))
+            for tensor in read
+            for low, high, is_write in self._find_unseen(key, tensor)
+            if is_write
+        ]
+        for low, content in unseen:
+            ctypes.memset(low, POISON, len(content))
+        result = work()
+        for low, content in unseen:
+            ctypes.memmove(low, content, len(content))
+        for tensor in read:
+            self._note(tensor, key, number, is_write=False)
+        known = set(map(id, read))
+        made = [one for one in filter(is_device, tree_leaves(result)) if id(one) not in known]
+        for tensor in (*written, *made):
+            self._note(tensor, key, number, is_write=True)
+        return result
 
     def wait(self, key: Key, view: dict[Key, int]) -> None:
         """Let a stream or the host wait for a view."""
-        _merge(self._views.setdefault(key, {}), view)
+        known = self.views[key]
+        known.update({one: max(number, known.get(one, 0)) for one, number in view.items()})
         if key == HOST:
             done = [item for item in self._pending if self.has_seen(HOST, *item[:2])]
-            self._pending = [item for item in self._pending if not self.has_seen(HOST, *item[:2])]
-            for _, _, finish, _ in done:
+            self._pending = [item for item in self._pending if item not in done]
+            for _, _, finish in done:
                 finish()
 
     def has_seen(self, viewer: Key, key: Key, number: int) -> bool:
         """Return whether a stream or the host has waited for a launch."""
-        return viewer == key or self._views.get(viewer, {}).get(key, 0) >= number
+        return viewer == key or self.views[viewer].get(key, 0) >= number
 
-    def when_host_waits(
-        self, key: Key, number: int, finish: Callable[[], object], *, or_at_end: bool = False
-    ) -> None:
-        """Call a function as soon as the host has waited for a launch, or also at the end."""
-        self._pending.append((key, number, finish, or_at_end))
+    def when_host_waits(self, key: Key, finish: Callable[[], object]) -> None:
+        """Call a function as soon as the host has waited for the latest launch of a stream."""
+        self._pending.append((key, self.views[key][key], finish))
 
-    def wrote(self, tensor: torch.Tensor, key: Key, number: int) -> None:
-        """Note that a launch writes a tensor of the device."""
-        base = tensor.untyped_storage().data_ptr()
-        low, high = byte_range(tensor)
-        others = [w for w in self.writes.get(base, ()) if w[0][0] < low or w[0][1] > high]
-        self.writes[base] = [*others, ((low, high), key, number)]
+    def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
+        (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
+        # A write replaces all before it. A read replaces those of its stream.
+        others = [
+            one for one in self.accesses.get(base, ())
+            if one[0] < start or one[1] > end or not (is_write or (one[2] == key and not one[4]))
+        ]  # fmt: skip
+        self.accesses[base] = [*others, (start, end, key, number, is_write)]
 
-    def find_unseen(self, tensor: torch.Tensor, viewer: Key) -> Iterator[Range]:
-        """Yield the ranges of a tensor whose writer the viewer has not waited for."""
-        writes = self.writes.get(tensor.untyped_storage().data_ptr())
-        if writes is None:
-            return
-        low, high = byte_range(tensor)
-        for (start, end), key, number in writes:
-            start, end = max(start, low), min(end, high)
-            if start < end and not self.has_seen(viewer, key, number):
-                yield start, end
-
-    @contextmanager
-    def shown_to(
-        self, viewer: Key, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
-    ) -> Iterator[None]:
-        """Put poison into the ranges that a viewer may not read, while a block runs."""
-        unseen = [r for tensor in read for r in self.find_unseen(tensor, viewer)]
-        if not unseen:
-            yield
-            return
-        saved = [(low, ctypes.string_at(low, high - low)) for low, high in unseen]
-        for low, high in unseen:
-            ctypes.memset(low, POISON, high - low)
-        changed = [byte_range(tensor) for tensor in written]
-        yield
-        for low, content in saved:
-            high = low + len(content)
-            if not any(start < high and low < end for start, end in changed):
-                ctypes.memmove(low, content, len(content))
+    def _find_unseen(self, key: Key, tensor: torch.Tensor) -> list[tuple[int, int, bool]]:
+        """Return ranges of a tensor that are used by launches a stream has not waited for."""
+        (low, high), base = find_range(tensor), tensor.untyped_storage().data_ptr()
+        return [
+            (max(start, low), min(end, high), is_write)
+            for start, end, user, number, is_write in self.accesses.get(base, ())
+            if start < high and low < end and not self.has_seen(key, user, number)
+        ]
 
 
-def _merge(view: dict[Key, int], other: dict[Key, int]) -> None:
-    for key, number in other.items():
-        if view.get(key, 0) < number:
-            view[key] = number
-
-
-def byte_range(tensor: torch.Tensor) -> Range:
+def find_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte, and of the first byte after its last."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
@@ -122,61 +125,47 @@ def byte_range(tensor: torch.Tensor) -> Range:
 
 clocks = Clocks()
 _current: dict[int, Stream] = {}
-_num_streams = [0]
+_numbers = itertools.count(1)
 
 
 def reset() -> None:
     """Forget all launches, as a new process would."""
-    pending = clocks._pending
     clocks.__init__()  # type: ignore[misc]
-    for finish in [item[2] for item in pending if item[3]]:
-        finish()
     _current.clear()
 
 
 class Stream:
     """A stream, as ``torch.Stream`` and ``torch.cuda.Stream`` have it."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    def __init__(self, device: Any = None, *, number: int | None = None, **_: Any) -> None:
         self.device = resolve(device)
-        self.priority = priority
-        _num_streams[0] += 1
-        self.stream_id = _num_streams[0]
+        self.stream_id = next(_numbers) if number is None else number
+        self.key: Key = (self.device.index, self.stream_id)
         self._previous: list[tuple[Stream, int]] = []
 
     @property
-    def key(self) -> Key:
-        """The stream's clock."""
-        return self.device.index, self.stream_id
-
-    @property
-    def device_index(self) -> int:
-        """The index of the stream's device."""
-        return self.device.index
+    def view(self) -> dict[Key, int]:
+        """The launches that the stream has waited for, and its latest one."""
+        return clocks.views[self.key]
 
     def wait_stream(self, other: Stream) -> None:
         """Let later launches wait for the launches of another stream until now."""
-        clocks.wait(self.key, clocks.read_view(other.key))
+        clocks.wait(self.key, other.view)
 
     def wait_event(self, event: Event) -> None:
         """Let later launches wait for an event."""
         clocks.wait(self.key, event.view)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, by default a new one."""
-        event = Event(self.device) if event is None else event
+    def record_event(self) -> Event:
+        """Record a new event."""
+        event = Event(self.device)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        recording.note_wait("Stream.synchronize")
-        clocks.wait(HOST, clocks.read_view(self.key))
-
-    def query(self) -> bool:
-        """Return whether the host has waited for all launches."""
-        view = clocks.read_view(self.key)
-        return clocks.has_seen(HOST, self.key, view.get(self.key, 0))
+        recording.note("waits", "Stream.synchronize")
+        clocks.wait(HOST, self.view)
 
     def __enter__(self) -> Stream:
         """Make the stream and its device current."""
@@ -190,21 +179,13 @@ class Stream:
         set_stream(stream)
         set_current_index(index)
 
-    def __eq__(self, other: object) -> bool:
-        """Compare by identity of the stream on the device."""
-        return isinstance(other, Stream) and other.key == self.key
-
-    def __hash__(self) -> int:
-        """Return a hash of the key."""
-        return hash(self.key)
-
 
 class Event:
     """An event, as ``torch.Event`` and ``torch.cuda.Event`` have it."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:
         self.enable_timing = enable_timing
-        self.device = resolve(device) if not isinstance(device, bool) else resolve(None)
+        self.device = resolve(device)
         self.view: dict[Key, int] = {}
         self._time_s: float | None = None
         self._was_asked = self._is_captured = False
@@ -213,51 +194,39 @@ class Event:
         """Record all launches of a stream, by default the current one."""
         stream = current_stream(self.device) if stream is None else stream
         if stream.device != self.device:
-            raise RuntimeError(
-                f"Event device {self.device} does not match recording stream's device "
-                f"{stream.device}."
-            )
-        self._is_captured = recording.is_capturing()
+            raise RuntimeError(f"Event device {self.device} does not match {stream.device}.")
+        self._is_captured = bool(recording.captures)
         clocks.launch(stream.key)
-        self.view = clocks.read_view(stream.key)
+        self.view = dict(stream.view)
         self._time_s, self._was_asked = time.perf_counter(), False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait, by default the current one."""
-        (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
         """Return whether the event was reached. It is reached between two calls."""
-        self._check()
-        if not self._is_known() and self._was_asked:
+        self._refuse_captured()
+        if self._was_asked:
             clocks.wait(HOST, self.view)
         self._was_asked = True
         return self._is_known()
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        self._check()
-        recording.note_wait("Event.synchronize")
+        self._refuse_captured()
+        recording.note("waits", "Event.synchronize")
         clocks.wait(HOST, self.view)
 
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds to another event. Both must have been reached."""
         if not (self.enable_timing and end.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        self._check()
-        end._check()
-        if self._time_s is None or end._time_s is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if not (self._is_known() and end._is_known()):
+        self._refuse_captured()
+        end._refuse_captured()
+        if not (self._time_s and end._time_s and self._is_known() and end._is_known()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end._time_s - self._time_s) * 1e3
 
-    def _check(self) -> None:
-        if self._is_captured or recording.is_capturing():
-            raise RuntimeError(
-                "CUDA error: operation not permitted on an event last recorded in a capturing "
-                "stream"
-            )
+    def _refuse_captured(self) -> None:
+        if self._is_captured or recording.captures:
+            raise RuntimeError("not permitted on an event last recorded in a capturing stream")
 
     def _is_known(self) -> bool:
         return all(clocks.has_seen(HOST, key, number) for key, number in self.view.items())
@@ -265,26 +234,16 @@ class Event:
 
 def resolve(device: Any) -> torch.device:
     """Return a device of the stand-in with its index, by default the current one."""
-    if isinstance(device, int):
-        return torch.device(NAME, device)
-    found = torch.device(NAME if device is None else device)
+    found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device or NAME)
     if found.type != NAME:
         raise RuntimeError(f"expected a device of the type {NAME}, got {found}")
     return torch.device(NAME, current_index()) if found.index is None else found
 
 
-def default_stream(device: Any = None) -> Stream:
-    """Return the stream 0 of a device."""
-    stream = Stream.__new__(Stream)
-    stream.device, stream.stream_id, stream.priority = resolve(device), 0, 0
-    stream._previous = []
-    return stream
-
-
 def current_stream(device: Any = None) -> Stream:
-    """Return the current stream of a device."""
+    """Return the current stream of a device, at first its stream 0."""
     index = resolve(device).index
-    return _current.get(index) or default_stream(index)
+    return _current.setdefault(index, Stream(index, number=0))
 
 
 def set_stream(stream: Stream) -> None:
@@ -295,9 +254,7 @@ def set_stream(stream: Stream) -> None:
 
 def synchronize(device: Any = None) -> None:
     """Let the host wait for all streams of a device."""
-    recording.note_wait("synchronize")
+    recording.note("waits", "synchronize")
     index = resolve(device).index
-    for key in list(clocks._views):
-        if key[0] == index:
-            clocks.wait(HOST, clocks.read_view(key))
-    assert 0 <= index < COUNT
+    for key in [key for key in clocks.views if key[0] == index]:
+        clocks.wait(HOST, clocks.views[key])

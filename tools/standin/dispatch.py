@@ -1,11 +1,9 @@
 """Every op on tensors of the stand-in: checked, counted, and run by the kernel of the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +12,28 @@ from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
 from standin import recording
-from standin.clocks import HOST, POISON, Key, RaceError, byte_range, clocks, current_stream
+from standin.clocks import HOST, POISON, Key, RaceError, clocks, current_stream, find_range
 from standin.generators import default_generators, find_state
-from standin.graphs import find_capture
 from standin.guard import current_index
-from standin.memory import NAME, is_device, to_device, to_host
-from standin.pinned import is_pinned
-from standin.rules import Op, check_devices, describe_op
+from standin.memory import NAME, is_device, is_pinned, to_device, to_host
 
-_CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
+# Ops that themselves move tensors between devices.
+_ANY_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "set_", "_foreach_copy_"}
+# Indices may be on the CPU: torch moves them to the indexed tensor's device, which waits.
+_INDEXED = {"index", "index_put_", "_index_put_impl_", "index_put", "_unsafe_index"}
+# A tensor of the CPU without dimensions is a number for them. Others are found by their tag.
+_NUMBERS = {"where", "masked_fill_", "masked_fill", "index_fill_", "fill_", "lerp", "lerp_"}
+_WAITS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "equal", "bincount", "is_set_to",
+}  # fmt: skip
 # Kernels of the CPU that CUDA does not have: ops, formats, the message, and its source.
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
     # https://github.com/pytorch/pytorch/issues/127176, and AmpKernels.cu for 8 bits
-    (
-        {"_amp_foreach_non_finite_check_and_unscale_"},
-        {torch.bfloat16} | _FLOAT8,
-        "_amp_foreach_non_finite_check_and_unscale_cuda",
-    ),
+    ({_UNSCALE}, {torch.bfloat16} | _FLOAT8, f"{_UNSCALE}cuda"),
     # https://github.com/pytorch/pytorch/issues/44428, integers: cuBLAS has no such product
     ({"mm", "addmm", "addmv", "mv"}, _INTEGERS, "addmm_cuda"),
     # https://github.com/pytorch/pytorch/issues/11936
@@ -41,18 +42,100 @@ _ABSENT: list[tuple[set[str], set[torch.dtype], str]] = [
     ({"add", "sub"}, _FLOAT8, "ufunc_add_CUDA"),
     ({"mul"}, _FLOAT8, "mul_cuda"),
     ({"div"}, _FLOAT8, "div_true_cuda"),
-]  # fmt: skip
+]
+_CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 # Views of the same memory: the CPU's kernels make them on any device.
 _VIEWS = {
     "as_strided", "view", "_reshape_alias", "unfold", "alias", "detach", "_unsafe_view",
     "view_as_real", "view_as_complex", "_conj", "_neg_view",
 }  # fmt: skip
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-_WAITS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim",
-    "unique_consecutive", "equal", "bincount", "is_set_to",
-}  # fmt: skip
-_COPIES = {"_copy_from", "_copy_from_and_resize", "copy_"}
+
+
+class Op:
+    """Facts on an op, from its schema: names of its arguments, of those it changes, of results."""
+
+    def __init__(self, op: Any) -> None:
+        arguments = op._schema.arguments
+        self.name = op._schema.name.removeprefix("aten::")
+        self.types = {a.name: str(a.type) for a in arguments}
+        self.written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
+        self.outs = {a.name for a in arguments if a.is_out}
+        self.is_pointwise = torch.Tag.pointwise in op.tags or self.name in _NUMBERS
+        is_seeded = torch.Tag.nondeterministic_seeded in op.tags
+        self.is_random = is_seeded or "generator" in self.types
+
+
+describe_op = functools.cache(Op)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
+    """Return the device of an op's tensors, None without any. Raises if they have several."""
+    tensors = {name: tensors_in(value) for name, value in named.items()}
+    if op.name in _ANY_DEVICE:
+        rows: list[Any] = []
+    elif op.name.startswith("_foreach_"):  # tensors of two places need not share a device
+        lists = [t for name, t in tensors.items() if t and t[0] is not named[name]]
+        single = [t for name, t in tensors.items() if t and t[0] is named[name]]
+        rows = [*zip(*lists, strict=False), *([*one, lists[0][0]] for one in single)]
+    else:
+        rows = [[one for name, found in tensors.items() for one in found
+                 if is_device(one) or not _may_be_on_host(op, name, one)]]  # fmt: skip
+    for row in rows:
+        devices = sorted({str(tensor.device) for tensor in row})
+        if len(devices) > 1:
+            problem = f"found at least two devices, {devices[0]} and {devices[1]}! ({op.name})"
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {problem}")
+    return next((one.device for found in tensors.values() for one in found if is_device(one)), None)
+
+
+def _may_be_on_host(op: Op, name: str, tensor: torch.Tensor) -> bool:
+    if op.name in _INDEXED and name == "indices":
+        return True
+    is_number = tensor.dim() == 0 and name not in op.written
+    return is_number and (op.is_pointwise or (op.name in _INDEXED and name == "values"))
+
+
+def refuse_absent(op: Op, named: dict[str, Any]) -> None:
+    """Raise if CUDA has no kernel for an op and its formats."""
+    dtypes = {tensor.dtype for value in named.values() for tensor in tensors_in(value)}
+    for names, formats, kernel in _ABSENT:
+        for dtype in dtypes & formats if op.name in names else ():
+            title = str(dtype).removeprefix("torch.")
+            raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
+
+
+def count_kernels(op: Op, named: dict[str, Any]) -> int:
+    """Return 1, or for lists that CUDA's kernels cannot process together, one for each tensor."""
+    if not op.name.startswith("_foreach_"):
+        return 1
+    lists = [tensors_in(value) for value in named.values() if isinstance(value, (list, tuple))]
+    lists = [tensors for tensors in lists if tensors]
+    groups = lists if op.name == "_foreach_copy_" else [[t for one in lists for t in one]]
+    has_kernel = all(
+        len({(t.dtype, t.device) for t in group}) == 1 and is_device(group[0]) for group in groups
+    )
+    same = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in zip(*lists, strict=False))
+    return 1 if has_kernel and same else len(lists[0])
+
+
+def does_wait(op: Op, named: dict[str, Any]) -> bool:
+    """Return whether the host waits: for a number of elements, or as it moves an index."""
+    if op.name == "repeat_interleave":
+        return named.get("output_size") is None
+    if op.name not in _INDEXED:
+        return op.name in _WAITS
+    indices = tensors_in(named["indices"])
+    masks = [tensor for tensor in indices if tensor.dtype in (torch.bool, torch.uint8)]
+    if "values" in named and named["values"].numel() == 1 and len(masks) == len(indices):
+        masks = []  # becomes masked_fill_
+    return bool(masks) or not all(map(is_device, indices))
 
 
 def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,367 +143,188 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
     facts = describe_op(op)
     if facts.name in _VIEWS or (facts.name == "set_" and len(args) > 1):
         return op.redispatch(_CPU_KEYS, *args, **kwargs)
-    named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
-    tensors = [(n, v) for n, v in named if isinstance(v, (torch.Tensor, list, tuple))]
-    device = check_devices(facts, tensors)
-    asked = kwargs.get("device")
-    if isinstance(asked, torch.device):
-        device = None if asked.type != NAME else asked
-    index = current_index() if device is None or device.index is None else device.index
     if facts.name == "resize_":
-        return _resize(args[0], args[1])
-    if facts.name in _COPIES:
-        source, target = (args[1], args[0]) if facts.name == "copy_" else args[:2]
-        return copy(target, source, bool((*args, *[kwargs.get("non_blocking")])[2]))
-    _refuse_absent(facts, tensors)
-    _note(facts, dict(named))
-    return _Call(op, facts, args, kwargs, index, device is not None).run()
+        return _resize(*args[:2])
+    named = dict(zip(facts.types, args, strict=False)) | kwargs
+    device = find_device(facts, named)
+    if facts.name in ("_copy_from", "_copy_from_and_resize"):
+        return copy(named["dst"], named["self"], bool(named.get("non_blocking")))
+    if isinstance(asked := named.get("device"), torch.device):
+        device = asked if asked.type == NAME else None
+    index = current_index() if device is None or device.index is None else device.index
+    refuse_absent(facts, named)
+    if facts.name not in _ALLOCATIONS:
+        for _ in range(count_kernels(facts, named)):
+            recording.note("ops", facts.name)
+    waits = does_wait(facts, named)
+    if waits:
+        recording.note("waits", facts.name)
+    first: list[Any] = []
+
+    def wrap(leaf: Any) -> Any:
+        if device is None or not isinstance(leaf, torch.Tensor) or is_device(leaf):
+            return leaf
+        recording.note("allocations", "allocation")
+        return to_device(leaf, index)
+
+    def work() -> Any:
+        result = _compute(op, facts, named, index)
+        if not first:
+            result = tree_map(wrap, result)
+            first.extend(tree_leaves(result))
+        for made, again in zip(first, tree_leaves(result), strict=True):
+            if isinstance(again, torch.Tensor) and made is not again:
+                to_host(made).copy_(again)  # a replay computes into the memory of the capture
+        return result
+
+    pairs = [(name, tensor) for name, value in named.items() for tensor in tensors_in(value)]
+    written = [tensor for name, tensor in pairs if name in facts.written and is_device(tensor)]
+    read = [tensor for name, tensor in pairs if name not in facts.outs and is_device(tensor)]
+    result = _launch(index, read, written, work)
+    if written and facts.name.startswith("_foreach_"):
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    if waits:
+        clocks.wait(HOST, current_stream(index).view)
+    return result
 
 
-def _refuse_absent(facts: Op, named: list[tuple[str, Any]]) -> None:
-    for names, formats, kernel in _ABSENT:
-        if facts.name in names:
-            for tensor in (tensor for _, value in named for tensor in _tensors(value)):
-                if tensor.dtype in formats:
-                    title = str(tensor.dtype).removeprefix("torch.")
-                    raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
+def _launch(
+    index: int, read: list[torch.Tensor], written: list[torch.Tensor], work: Callable[[], Any]
+) -> Any:
+    """Run work on the current stream of a device, also at each replay of a graph."""
+    for capture in recording.captures:
+        capture.keep_before(written)
+    result = clocks.run(current_stream(index).key, read, written, work)
+    for capture in recording.captures:
+        capture.add(read, written, work, [one for one in tree_leaves(result) if is_device(one)])
+    return result
 
 
-class _Call:
-    """One call: tensors of the device become tensors of the CPU for the kernel, and back."""
+def _compute(op: Any, facts: Op, named: dict[str, Any], index: int) -> Any:
+    """Run the kernel of the CPU. Arguments among its results are those that were given."""
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __init__(
-        self, op: Any, facts: Op, args: Any, kwargs: Any, index: int, returns_device: bool
-    ) -> None:
-        self.op, self.facts, self.args, self.kwargs = op, facts, args, dict(kwargs)
-        self.index, self.returns_device = index, returns_device
-        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._grown: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def run(self) -> Any:
-        key = current_stream(self.index).key
-        read, written = self._split()
-        capture = find_capture()
-        if capture is not None:
-            capture.keep_before(written)
-        number = clocks.launch(key)
-        with clocks.shown_to(key, read, written):
-            result = self._compute()
-        for host, original in self._grown:
-            _adopt(original, host, self.index)
-        out = tree_map(self._wrap, result)
-        if capture is not None:
-            again = functools.partial(self._run_again, tree_leaves(out))
-            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-            capture.add(again, [t for t in made if all(t is not old for old in written)])
-        for tensor in (*written, *(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))):
-            if is_device(tensor):
-                clocks.wrote(tensor, key, number)
-        if _waits(self.facts, dict(self._named())):
-            clocks.wait(HOST, clocks.read_view(key))
-        return out
-
-    def _run_again(self, made: list[Any]) -> None:
-        """Compute once more, into the memory of the first results."""
-        call = _Call(self.op, self.facts, self.args, self.kwargs, self.index, self.returns_device)
-        for original, host in zip(made, tree_leaves(call._compute()), strict=True):
-            if isinstance(original, torch.Tensor) and id(host) not in call._originals:
-                to_host(original).copy_(host)
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return [*zip(self.facts.arguments, self.args, strict=False), *self.kwargs.items()]
-
-    def _split(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        read, written = [], []
-        for name, value in self._named():
-            for tensor in _tensors(value):
-                if is_device(tensor):
-                    if name in self.facts.written:
-                        written.append(tensor)
-                    if name not in self.facts.outs:
-                        read.append(tensor)
-        return read, written
-
-    def _compute(self) -> Any:
-        args = [self._convert(n, k, v) for n, k, v in zip(
-            self.facts.arguments, self.facts.types, self.args, strict=False)]  # fmt: skip
-        kinds = dict(zip(self.facts.arguments, self.facts.types, strict=False))
-        kwargs = {n: self._convert(n, kinds[n], v) for n, v in self.kwargs.items()}
-        if kwargs.get("pin_memory"):
-            raise RuntimeError(f"Only dense CPU tensors can be pinned, got device {NAME}")
-        default = default_generators[self.index].state
-        capture = find_capture()
-        if self.facts.generator is not None:
-            position = self.facts.arguments.index(self.facts.generator)
-            given = args[position] if position < len(args) else kwargs.get(self.facts.generator)
-            state = default if given is None else find_state(given)
-            if state is None:
-                raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
-            if capture is not None:
-                capture.draw_from(state)
-            if position < len(args):
-                args[position] = state
-            else:
-                kwargs[self.facts.generator] = state
-        elif self.facts.is_random:
-            if capture is not None:
-                capture.draw_from(default)
-            with _drawing_from(default):
-                return self.op(*args, **kwargs)
-        return self.op(*args, **kwargs)
-
-    def _convert(self, name: str, kind: str, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if kind == "Tensor" and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else None)
-        is_out = name in self.facts.outs
-        return tree_map(lambda leaf: self._unwrap(leaf, is_out), value)
-
-    def _unwrap(self, value: Any, is_out: bool) -> Any:
-        if not isinstance(value, torch.Tensor) or not is_device(value):
-            return value
-        if is_out and value.numel() == 0:
-            host = torch.empty(0, dtype=value.dtype)
-            self._grown.append((host, value))
-        else:
-            host = to_host(value)
-        self._originals[id(host)] = (host, value)
+    def unwrap(name: str, leaf: Any) -> Any:
+        if not is_device(leaf):
+            return leaf
+        is_empty = name in facts.outs and leaf.numel() == 0  # the kernel may resize it
+        host = torch.empty(0, dtype=leaf.dtype) if is_empty else to_host(leaf)
+        given[id(host)] = (leaf, host)
         return host
 
-    def _wrap(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) in self._originals:
-            return self._originals[id(value)][1]
-        if self.returns_device:
-            if self.facts.name not in _ALLOCATIONS:
-                recording.note_allocations()
-            return to_device(value, self.index)
-        return value
+    def convert(name: str, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if facts.types[name] == "Tensor" and type(value) in (int, float):
+            return torch.tensor(value, dtype=torch.int64 if type(value) is int else None)
+        return tree_map(functools.partial(unwrap, name), value)
+
+    arguments = {name: convert(name, value) for name, value in named.items()}
+    result = _draw(op, arguments, index) if facts.is_random else op(**arguments)
+    for leaf, host in given.values():
+        if leaf.shape != host.shape:
+            to_host(_resize(leaf, host.shape)).copy_(host)
+    return tree_map(lambda leaf: given.get(id(leaf), (leaf,))[0], result)
+
+
+def _draw(op: Any, arguments: dict[str, Any], index: int) -> Any:
+    """Run a kernel that draws from the generator of the call or from that of the device."""
+    state = find_state(arguments.get("generator") or default_generators[index])
+    if "generator" in arguments:
+        arguments["generator"] = None
+    if state is None:
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+    for capture in recording.captures:
+        capture.draw_from(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state.get_state())
+        result = op(**arguments)
+        state.set_state(torch.get_rng_state())
+    return result
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     """Copy between memories or on the device, with the waits of CUDA."""
-    capture = find_capture()
-    if capture is not None:
-        if not (is_device(source) or is_pinned(source)):
-            recording.refuse_in_capture("a copy from pageable memory")
-        capture.keep_before([target])
-        capture.add(lambda: _alias(target).copy_(_alias(source)), [])
-    place = source.device if is_device(source) else target.device
-    key = current_stream(place).key
-    if is_device(target) and is_device(source):
-        recording.note_op("copy")
-        other = current_stream(target.device).key
-        clocks.wait(key, clocks.read_view(other))
-        number = clocks.launch(key)
-        with clocks.shown_to(key, [source], [target]):
-            to_host(target).copy_(to_host(source))
-        clocks.wrote(target, key, number)
-        clocks.wait(other, clocks.read_view(key))
-    elif is_device(source):
-        _copy_to_host(target, source, key, non_blocking)
-    else:
-        _copy_from_host(target, source, key, non_blocking)
+    comes, stays = is_device(target), is_device(source) and is_device(target)
+    is_free = stays or (non_blocking and (comes or is_pinned(target)))
+    if stays:
+        recording.note("ops", "copy")
+    elif not is_free:
+        recording.note("waits", f"copy to {target.device}, {tuple(source.shape)} {source.dtype}")
+    if not is_device(source) and not is_pinned(source):
+        recording.refuse_in_capture("a copy from pageable memory")
+    is_late = is_free and not comes and not recording.captures
+    made = torch.empty_like(target) if is_late else target
+    stream = current_stream(source.device if is_device(source) else target.device)
+    ends = current_stream(target.device) if stays else stream
+    stream.wait_stream(ends)
+
+    def work() -> None:
+        to_host(made).copy_(to_host(source))
+
+    read, written = [source] * is_device(source), [target] * comes
+    _launch(stream.device.index, read, written, work)
+    ends.wait_stream(stream)
+    if not is_free:
+        clocks.wait(HOST, stream.view)
+    elif is_late:
+        low, high = find_range(target)
+        ctypes.memset(low, POISON, high - low)
+        clocks.when_host_waits(stream.key, functools.partial(target.copy_, made))
+    elif is_pinned(source) and not recording.captures:
+        _watch_source(source, stream.key)
     return target
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    return to_host(tensor) if is_device(tensor) else tensor
-
-
-def _copy_from_host(
-    target: torch.Tensor, source: torch.Tensor, key: Key, non_blocking: bool
-) -> None:
-    number = clocks.launch(key)
-    what = f"copy to the device, {tuple(source.shape)} {source.dtype}"
-    (recording.note_copy if non_blocking else recording.note_wait)(what)
-    to_host(target).copy_(source)
-    clocks.wrote(target, key, number)
-    if not non_blocking:
-        clocks.wait(HOST, clocks.read_view(key))
-    elif is_pinned(source) and find_capture() is None:
-        _watch_source(source, key, number)
-
-
-def _copy_to_host(target: torch.Tensor, source: torch.Tensor, key: Key, non_blocking: bool) -> None:
-    number = clocks.launch(key)
-    shape = f"{tuple(source.shape)} {source.dtype}"
-    is_late = non_blocking and is_pinned(target)
-    if is_late:
-        recording.note_copy(f"to pinned memory, {shape}")
-    else:
-        recording.note_wait(f"copy to {'pageable ' if non_blocking else ''}host memory, {shape}")
-    with clocks.shown_to(key, [source], []):
-        content = to_host(source).to(target.dtype, copy=True)
-    if not is_late:
-        clocks.wait(HOST, clocks.read_view(key))
-        target.copy_(content)
-        return
-    low, high = byte_range(target)
-    ctypes.memset(low, POISON, high - low)
-    clocks.when_host_waits(key, number, functools.partial(target.copy_, content))
-
-
-def _watch_source(source: torch.Tensor, key: Key, number: int) -> None:
+def _watch_source(source: torch.Tensor, key: Key) -> None:
     """Raise once the host waits if it has changed the pinned source of a copy before."""
-    low, high = byte_range(source)
+    low, high = find_range(source)
     content, line = ctypes.string_at(low, high - low), recording.find_line()
 
     def compare() -> None:
         if ctypes.string_at(source.data_ptr(), high - low) != content:
             raise RaceError(f"pinned memory was changed before its copy to the device, at {line}")
 
-    clocks.when_host_waits(key, number, compare, or_at_end=True)
+    clocks.when_host_waits(key, compare)
 
 
 def _to_copy(
-    self: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: Any = None,
+    tensor: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any
 ) -> torch.Tensor:
-    device = self.device if device is None else torch.device(device)
-    if device.type == NAME and device.index is None:
-        device = torch.device(NAME, current_index())
-    target = torch.empty_like(
-        self,
-        dtype=dtype,
-        layout=layout,
-        device=device,
-        memory_format=memory_format or torch.preserve_format,
-    )
-    return copy(target, self, non_blocking)
+    device = tensor.device if device is None else device
+    return copy(torch.empty_like(tensor, device=device, **options), tensor, non_blocking)
 
 
 def _resize(tensor: torch.Tensor, size: Any) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    end = tensor.storage_offset() + math.prod(size)
-    if end * tensor.element_size() > storage.nbytes():
-        fresh = torch.empty(end, dtype=tensor.dtype, device=tensor.device)
-        old = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-        fresh[: old.numel()].copy_(old)
-        storage = fresh.untyped_storage()
-    tensor.set_(storage, tensor.storage_offset(), size)  # type: ignore[call-overload]
-    return tensor
-
-
-def _adopt(original: torch.Tensor, host: torch.Tensor, index: int) -> None:
-    """Give a result that was empty the memory of the computed one."""
-    storage = (
-        to_device(host, index).untyped_storage() if host.numel() else original.untyped_storage()
-    )
-    original.set_(storage, 0, tuple(host.shape), host.stride())
-
-
-def _note(facts: Op, named: dict[str, Any]) -> None:
-    if facts.name in _ALLOCATIONS:
-        recording.note_allocations()
-        return
-    for _ in range(_num_kernels(facts, named)):
-        recording.note_op(facts.name)
-    if _waits(facts, named):
-        recording.note_wait(facts.name)
-
-
-def _num_kernels(facts: Op, named: dict[str, Any]) -> int:
-    """Return 1, or for lists that CUDA's kernels cannot process together, one for each tensor."""
-    if not facts.name.startswith("_foreach_"):
-        return 1
-    lists = [v for v in named.values() if isinstance(v, (list, tuple)) and list(_tensors(v))]
-    kinds = {(tensor.dtype, tensor.device) for value in lists for tensor in _tensors(value)}
-    if facts.name == "_foreach_copy_":
-        is_fast = all(len({(t.dtype, t.device) for t in v}) == 1 for v in lists) and all(
-            is_device(t) for v in lists for t in v
-        )
-    else:
-        is_fast = len(kinds) == 1
-    same = all(len({(t.shape, t.stride()) for t in row}) == 1 for row in zip(*lists, strict=False))
-    return 1 if is_fast and same else len(lists[0])
-
-
-def _waits(facts: Op, named: dict[str, Any]) -> bool:
-    """Return whether the host waits: for a number of elements, or as it moves an index."""
-    if facts.name == "repeat_interleave":
-        return named.get("output_size") is None
-    if facts.name not in ("index", "index_put_", "_index_put_impl_", "index_put"):
-        return facts.name in _WAITS
-    indices = list(_tensors(named["indices"]))
-    masks = [tensor for tensor in indices if tensor.dtype in (torch.bool, torch.uint8)]
-    if "values" in named and named["values"].numel() == 1 and len(masks) == len(indices):
-        masks = []  # becomes masked_fill_
-    return bool(masks) or not all(map(is_device, indices))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        yield from (leaf for leaf in value if isinstance(leaf, torch.Tensor))
-
-
-class _drawing_from:  # noqa: N801
-    """Let torch's default generator of the CPU draw from another one in a block."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def __enter__(self) -> None:
-        self._saved = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._generator.get_state())
-
-    def __exit__(self, *_: object) -> None:
-        self._generator.set_state(torch.default_generator.get_state())
-        torch.default_generator.set_state(self._saved)
+    fresh = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    number = min(fresh.numel(), tensor.numel())
+    fresh.flatten()[:number].copy_(tensor.flatten()[:number])
+    return tensor.set_(fresh.untyped_storage(), 0, tuple(size))  # type: ignore[call-overload, no-any-return]
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
     """Choose the kernel of attention that the CPU would, for equal numbers."""
-    tensors = [
-        t
-        if t is None
-        else to_host(t.detach()).requires_grad_(t.requires_grad and t.is_floating_point())
-        for t in (query, key, value, attn_mask)
-    ]
-    settings = {"scale": scale, "enable_gqa": enable_gqa}
-    choice = torch.ops.aten._fused_sdp_choice(*tensors, dropout_p, is_causal, **settings)
-    if choice == SDPBackend.FLASH_ATTENTION.value:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
-        arguments = (query, key, value, dropout_p, is_causal)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
-            added = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = added.masked_fill_(~attn_mask, float("-inf"))
-        return flash(*arguments, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
-    plain = torch.ops.aten._scaled_dot_product_attention_math
-    weighted: torch.Tensor
-    weighted, _ = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)
-    return weighted
+    hosts = [one if one is None else to_host(one.detach()).requires_grad_(one.requires_grad)
+             for one in (query, key, value, attn_mask)]  # fmt: skip
+    choice = torch.ops.aten._fused_sdp_choice(*hosts, dropout_p, is_causal, **settings)
+    if choice != SDPBackend.FLASH_ATTENTION.value:
+        attend = torch.ops.aten._scaled_dot_product_attention_math
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the kernel adds its mask
+        attn_mask = query.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -math.inf)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    masked = {"attn_mask": attn_mask, "scale": settings.get("scale")}
+    return attend(query, key, value, dropout_p, is_causal, **masked)[0]
 
 
 def register_ops() -> list[Any]:
     """Send all ops on the stand-in to ``run_op``. Returns the libraries, which must be kept."""
     library: Any = torch.library.Library
-    fallback = library("_", "IMPL")
+    fallback, aten = library("_", "IMPL"), library("aten", "IMPL")
     fallback.fallback(run_op, "PrivateUse1")
-    aten = library("aten", "IMPL")
     aten.impl("_to_copy", _to_copy, "PrivateUse1")
     aten.impl("scaled_dot_product_attention", _attend, "PrivateUse1")
     aten.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
@@ -428,7 +332,7 @@ def register_ops() -> list[Any]:
         if _has_kernel_on_cuda(name):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            aten.impl(name.removeprefix("aten::"), _bind(op), "PrivateUse1")
+            aten.impl(name.removeprefix("aten::"), functools.partial(run_op, op), "PrivateUse1")
     return [fallback, aten]
 
 
@@ -443,7 +347,3 @@ def _has_kernel_on_cuda(name: str) -> bool:
         has(name, "CPU")
         and (has(name, "CompositeExplicitAutograd") or has(name, "CompositeImplicitAutograd"))
     )
-
-
-def _bind(op: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run_op(op, *args, **kwargs)

@@ -23,45 +23,23 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
     """A generator of any device. Numbers of the stand-in are those that the CPU would draw."""
 
     state: Any
+    place: torch.device
+    device = property(lambda self: self.place)
 
     def __new__(cls, device: Any = "cpu") -> Any:
         """Return one of torch's if the device is another."""
         device = torch.device(device)
         if device.type != NAME:
             return _TorchGenerator(device)
-        self = _TorchGenerator.__new__(cls, "cpu")
         recording.refuse_in_capture("a new generator")
-        self.place = torch.device(NAME, current_index() if device.index is None else device.index)
-        self.state = _TorchGenerator("cpu")
-        _made[self._cdata] = self
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the stand-in."""
-        place: torch.device = self.place
-        return place
-
-    def _like(self, state: Any) -> Generator:
-        # A handle of a state that exists, which CUDA makes in a capture too.
-        other: Generator = _TorchGenerator.__new__(Generator, "cpu")
-        other.place, other.state = self.place, state
-        _made[other._cdata] = other
-        return other
+        index = current_index() if device.index is None else device.index
+        return _make(torch.device(NAME, index), _TorchGenerator("cpu"))
 
     def manual_seed(self, seed: int) -> Generator:
         """Start from a seed."""
         recording.refuse_in_capture("manual_seed")
         self.state.manual_seed(seed)
         return self
-
-    def seed(self) -> int:
-        """Start from a random seed."""
-        return int(self.state.seed())
-
-    def initial_seed(self) -> int:
-        """Return the seed."""
-        return int(self.state.initial_seed())
 
     def get_state(self) -> torch.Tensor:
         """Return a copy of the state, on the CPU."""
@@ -79,7 +57,7 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
 
     def graphsafe_get_state(self) -> Generator:
         """Return a generator that shares the state."""
-        return self._like(self.state)
+        return _make(self.device, self.state)
 
     def graphsafe_set_state(self, other: Generator) -> Generator:
         """Share the state of another generator."""
@@ -88,7 +66,15 @@ class Generator(_TorchGenerator, metaclass=_Kind):  # type: ignore[misc]
 
     def clone_state(self) -> Generator:
         """Return a generator with an independent copy of the state."""
-        return self._like(self.state.clone_state())
+        return _make(self.device, self.state.clone_state())
+
+
+def _make(device: torch.device, state: Any) -> Generator:
+    # CUDA permits a handle of a state that exists in a capture too.
+    made: Generator = _TorchGenerator.__new__(Generator, "cpu")
+    made.place, made.state = device, state
+    _made[made._cdata] = made
+    return made
 
 
 _made: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
@@ -100,8 +86,7 @@ def find_state(generator: Any) -> Any:
 
     Torch's dispatcher passes a generator on without its Python class.
     """
-    found = None if generator is None else _made.get(generator._cdata)
-    return None if found is None else found.state
+    return getattr(_made.get(generator._cdata), "state", None)
 
 
 def make_default_generators() -> None:

@@ -4,8 +4,6 @@
 device 0 of one. The vtable of that guard is replaced by a copy with two devices.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from standin.memory import COUNT, NAME
 
@@ -52,32 +51,6 @@ def extend_guard() -> None:
     guard[0] = ctypes.addressof(table) + 2 * size
 
 
-def install_allocator() -> None:
-    """Let torch's C++ allocate memory of the device, which is the CPU's with another label."""
-    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
-    c10._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
-    cpu = c10._ZN3c1015GetCPUAllocatorEv()
-    size = ctypes.sizeof(ctypes.c_void_p)
-    old = ctypes.cast(ctypes.cast(cpu, _POINTERS)[0] - 2 * size, _POINTERS)
-    signature = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, _THIS, ctypes.c_size_t)
-    allocate_on_cpu = signature(old[4])  # after the two entries of the type and two destructors
-
-    def allocate(data: int, _: int, num_bytes: int) -> int:
-        allocate_on_cpu(data, cpu, num_bytes)
-        # c10::DataPtr: an address, its owner and its deleter, then the device
-        ctypes.cast(data + 3 * size, ctypes.POINTER(ctypes.c_uint16))[0] = _pack(current_index())
-        return data
-
-    table = (ctypes.c_void_p * 10)(*(old[i] for i in range(10)))
-    callback = signature(allocate)
-    table[4] = ctypes.cast(callback, ctypes.c_void_p).value
-    # An allocator has no members but the pointer to its methods.
-    made = (ctypes.c_void_p * 2)(ctypes.addressof(table) + 2 * size, 0)
-    _keep.extend((table, callback, made))
-    set_allocator = c10._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh
-    set_allocator(ctypes.c_int8(_PRIVATE_USE_1), ctypes.c_void_p(ctypes.addressof(made)), 255)
-
-
 def _read_slots() -> list[str]:
     """Return the virtual methods of a guard in the order of their declaration."""
     text = _HEADER.read_text()
@@ -89,12 +62,9 @@ def _read_slots() -> list[str]:
 
 def find_problem() -> str | None:
     """Return why this torch cannot have the stand-in, None if it can."""
-    if not hasattr(torch.utils, "backend_registration") or not hasattr(
-        torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
-    ):
+    has_devices = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    if not has_devices or not set(_METHODS) <= set(_read_slots()):
         return f"torch {torch.__version__} has no devices written in Python"
-    if not _HEADER.exists() or not {"deviceCount", "setDevice"} <= set(_read_slots()):
-        return f"torch {torch.__version__} has no {_HEADER.name} that is understood"
     # The stand-in itself is the accelerator once it is registered.
     if torch._C._get_accelerator().type not in ("cpu", NAME) or torch.version.cuda is not None:
         return "torch has another accelerator"

@@ -1,7 +1,5 @@
 """Fixtures: ``device`` is the CPU and then the stand-in, ``accelerator`` the stand-in alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -44,11 +42,6 @@ def on_each_device(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    previous = torch.get_default_device()
-    torch.set_default_device(device)
-    try:
-        with recorded() as record:
-            yield
-    finally:
-        torch.set_default_device(None if previous.type == "cpu" else previous)
+    with device, recorded() as record:
+        yield
     assert record.ops, "the test ran nothing on the stand-in"

@@ -1,9 +1,8 @@
 """What the host waits for and what it launches, each with the line of our source."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,10 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _REPOSITORY = Path(__file__).parents[2]
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
-_HARNESS = (Path(__file__).parent, Path(__file__).parents[1] / "rank_testing")
+_HARNESS = (Path(__file__).parent, _REPOSITORY / "tools" / "rank_testing")
 
 
 class HostWaitError(AssertionError):
@@ -25,150 +25,89 @@ class TooManyLaunchesError(AssertionError):
     """A block started more device work than ``launches()`` permits."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
-    """Device work of a block.
-
-    Attributes:
-        ops: Number of launches of each op and source line.
-        allocations: Number of allocations of each source line.
-        waits: Host waits with their source lines, in order.
-        copies: Copies between host and device that the host did not wait for.
-    """
+    """Numbers of launches, allocations and host waits in a block, by name and source line."""
 
     ops: Counter[tuple[str, str]] = field(default_factory=Counter)
-    allocations: Counter[str] = field(default_factory=Counter)
-    waits: list[tuple[str, str]] = field(default_factory=list)
-    copies: list[tuple[str, str]] = field(default_factory=list)
-
-    def describe(self) -> str:
-        """Return the launches as a table, the most frequent first."""
-        rows = [f"  {n:4d} x {op} at {line}" for (op, line), n in self.ops.most_common()]
-        rows += [f"  {n:4d} x allocation at {line}" for line, n in self.allocations.most_common()]
-        return "\n".join(rows)
+    allocations: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    may_wait: bool = True
 
 
 _records: list[Record] = []
-captures: list[object] = []
-_forbidden: list[list[HostWaitError]] = []
+captures: list[Any] = []  # the graph that is being captured
 
 
 @contextmanager
-def recorded() -> Iterator[Record]:
+def recorded(*, may_wait: bool = True) -> Iterator[Record]:
     """Record the device work of a block."""
-    record = Record()
+    record = Record(may_wait=may_wait)
     _records.append(record)
     try:
         yield record
     finally:
-        _records[:] = [r for r in _records if r is not record]
+        _records.remove(record)
 
 
 @contextmanager
-def launches(*, at_most: int, allocations: int | None = None) -> Iterator[Record]:
+def launches(*, at_most: int, allocations: float = math.inf) -> Iterator[Record]:
     """Check that a block starts at most so many device ops, and allocates at most so often."""
     with recorded() as record:
         yield record
-    num_ops, num_allocations = record.ops.total(), record.allocations.total()
-    if num_ops > at_most or (allocations is not None and num_allocations > allocations):
-        raise TooManyLaunchesError(
-            f"{num_ops} device ops and {num_allocations} allocations, permitted are {at_most} and "
-            f"{'any number' if allocations is None else allocations}:\n{record.describe()}"
-        )
+    if record.ops.total() > at_most or record.allocations.total() > allocations:
+        counts = (record.ops + record.allocations).most_common()
+        rows = [f"{number:6d} x {what} at {line}" for (what, line), number in counts]
+        title = f"more than {at_most} device ops or {allocations} allocations:"
+        raise TooManyLaunchesError("\n".join([title, *rows]))
 
 
 @contextmanager
 def no_host_waits() -> Iterator[None]:
     """Raise HostWaitError at the first wait of the host in a block, even if it is swallowed."""
-    seen: list[HostWaitError] = []
-    _forbidden.append(seen)
-    try:
+    with recorded(may_wait=False) as record:
         yield
-    finally:
-        _forbidden[:] = [s for s in _forbidden if s is not seen]
-    if seen:
-        raise seen[0]
+    for what, line in record.waits:
+        raise HostWaitError(f"the host waits for the device ({what}) at {line}")
 
 
-def note_op(name: str) -> None:
-    """Record a launch."""
-    if _records:
-        line = find_line()
-        for record in _records:
-            record.ops[name, line] += 1
-
-
-def note_allocations(number: int = 1) -> None:
-    """Record allocations of device memory."""
-    if _records and number:
-        line = find_line()
-        for record in _records:
-            record.allocations[line] += number
-
-
-def note_copy(what: str) -> None:
-    """Record a copy between host and device that the host does not wait for."""
-    if _records:
-        line = find_line()
-        for record in _records:
-            record.copies.append((what, line))
-
-
-def note_wait(what: str) -> None:
-    """Record a wait of the host, or raise HostWaitError if it is forbidden."""
-    if is_capturing():
+def note(kind: str, what: str) -> None:
+    """Record one of the ``ops``, ``allocations`` or ``waits``, or raise HostWaitError."""
+    if kind == "waits":
         refuse_in_capture(what)
-    if not _records and not _forbidden:
-        return
-    line = find_line()
-    for record in _records:
-        record.waits.append((what, line))
-    if _forbidden:
-        error = HostWaitError(f"the host waits for the device ({what}) at {line}")
-        for seen in _forbidden:
-            seen.append(error)
-        raise error
-
-
-def is_capturing() -> bool:
-    """Return whether a graph is being captured."""
-    return bool(captures)
+    if _records:
+        line = find_line()
+        for record in _records:
+            getattr(record, kind)[what, line] += 1
+        if kind == "waits" and not all(record.may_wait for record in _records):
+            raise HostWaitError(f"the host waits for the device ({what}) at {line}")
 
 
 def refuse_in_capture(what: str) -> None:
     """Raise as CUDA does for an operation that cannot be captured."""
     if captures:
-        raise RuntimeError(
-            "CUDA error: operation not permitted when stream is capturing "
-            f"({what} at {find_line()})"
-        )
+        problem = "CUDA error: operation not permitted when stream is capturing"
+        raise RuntimeError(f"{problem} ({what} at {find_line()})")
 
 
 def find_line() -> str:
     """Return the innermost line of the packages or tools, else of the test, that is running."""
     frame: FrameType | None = sys._getframe(1)
-    outer = None
+    outer = ""
     while frame is not None:
-        place = _classify(frame.f_code.co_filename)
-        if place is not None:
-            name, is_source = place
-            line = f"{name}:{frame.f_lineno}"
-            if is_source:
-                return line
-            outer = outer or line
-        frame = frame.f_back
+        name = _name_file(frame.f_code.co_filename)
+        line = f"{name}:{frame.f_lineno}" if name else ""
+        if name.startswith(("packages/", "tools/")) and "/tests/" not in name:
+            return line
+        outer, frame = outer or line, frame.f_back
     return outer or "backward (a thread of autograd)"
 
 
 @functools.cache
-def _classify(file: str) -> tuple[str, bool] | None:
-    """Return a file's name and whether it is our source, None for torch, Python and this tool."""
+def _name_file(file: str) -> str:
+    """Return a file's name in the repository, or none for torch, Python and this tool."""
     path = Path(file)
-    if file.startswith("<") or "site-packages" in path.parts or path.parent in _HARNESS:
-        return None
-    if path.is_relative_to(_STANDARD_LIBRARY):
-        return None
-    if not path.is_relative_to(_REPOSITORY):
-        return file, False
-    name = path.relative_to(_REPOSITORY)
-    return str(name), name.parts[0] in ("packages", "tools") and "tests" not in name.parts
+    is_library = "site-packages" in path.parts or path.is_relative_to(_STANDARD_LIBRARY)
+    if file.startswith("<") or is_library or path.parent in _HARNESS:
+        return ""
+    return str(path.relative_to(_REPOSITORY)) if path.is_relative_to(_REPOSITORY) else file

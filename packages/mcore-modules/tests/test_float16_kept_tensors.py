@@ -121,9 +121,10 @@ def test_a_mark_made_after_wrapping_becomes_lasting_with_the_next_conversion():
 
 @pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("through", ["wrapper", "parent"])
-def test_assigned_tensors_get_precision_and_marks(through):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_assigned_tensors_get_precision_and_marks(through, dtype):
     model = Float16Module(BF16, Marked())
-    state = {name: torch.ones_like(t).half() for name, t in Marked().state_dict().items()}
+    state = {name: torch.ones_like(t).to(dtype) for name, t in Marked().state_dict().items()}
     if through == "wrapper":
         model.load_state_dict(state, assign=True)
     else:

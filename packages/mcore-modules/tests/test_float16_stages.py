@@ -123,8 +123,8 @@ def test_exactly_one_chunk_of_the_pipeline_is_first_and_one_is_last(pp_size, vp_
     stages = range(vp_size) if vp_size and vp_size > 1 else [None]
     places = [(rank, stage) for stage in stages for rank in range(pp_size)]
     flags = {place: stage_flags(place[0], pp_size, place[1], vp_size) for place in places}
-    assert [place for place in places if flags[place].is_first] == [places[0]]
-    assert [place for place in places if flags[place].is_last] == [places[-1]]
+    assert [place for place in places if flags[place][0]] == [places[0]]
+    assert [place for place in places if flags[place][1]] == [places[-1]]
 
 
 @pytest.mark.parametrize(

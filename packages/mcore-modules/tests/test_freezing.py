@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mcore.modules import (
     Float16Module,
@@ -207,3 +208,17 @@ def test_single_parameters():
     _freeze_parameter_if_present(object(), "nope")
     with pytest.raises(TypeError, match=r"in_features of Linear is a int"):
         _freeze_parameter_if_present(linear, "in_features")
+
+
+def test_patterns_are_for_names_without_activation_checkpointing():
+    model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
+    freeze_parameters(model, ["0.weight", "1.bias"])
+    assert frozen(model) == {"0._checkpoint_wrapped_module.weight", "1.bias"}
+
+
+def test_a_nested_expert_bias_is_not_frozen():
+    layer = Sparse()
+    layer.mlp.router.balance = torch.nn.Module()
+    layer.mlp.router.balance.expert_bias = torch.nn.Parameter(torch.zeros(2))
+    freeze(Model(layer))
+    assert frozen(layer) == FROZEN

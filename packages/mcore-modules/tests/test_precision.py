@@ -253,6 +253,14 @@ class Point(tuple):
         return super().__new__(cls, (x, y))
 
 
+def test_attributes_of_a_tuple_subclass_are_kept():
+    point = Point(ones(1), 2)
+    point.unit = "m"
+    converted = fp32_to_float16(point, torch.Tensor.half)
+    assert (type(converted), converted.unit, converted[1]) == (Point, "m", 2)
+    assert converted[0].dtype is torch.float16
+
+
 def unchanged():
     ids = ones(1, dtype=torch.int64)
     nested = {"a": [ids], "b": (ids, {})}

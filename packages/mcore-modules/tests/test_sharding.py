@@ -494,11 +494,42 @@ def test_entries_of_mixed_models_are_converted_both_ways(megatron):
     assert back == mixed
     assert back["model"]["m.linear.weight"].data is root.linear.weight
     assert to_megatron_sharded_state_dict(theirs)["model"]["m.linear.weight"] is weight
-    with pytest.raises(ValueError, match=r"ShardedTensorFactory\. Resolve it with"):
-        from_megatron_sharded_state_dict([megatron.ShardedTensorFactory("k")])
+    factory = megatron.ShardedTensorFactory("k")
+    factory.build = lambda: {"part": [weight]}
+    [built] = from_megatron_sharded_state_dict([factory])
+    assert built == {"part": [entries["m.linear.weight"]]}
+    weight.flattened_range = slice(0, 3)
+    with pytest.raises(ValueError, match="flattened range slice"):
+        from_megatron_sharded_state_dict(theirs)
+
+
+def test_a_field_that_their_release_lacks_is_dropped_only_without_a_value(megatron):
+    names = [one.name for one in dataclasses.fields(ShardedTensor)]
+    theirs = dataclasses.make_dataclass("ShardedTensor", names[:-2])
+    theirs.__module__ = megatron.__name__
+    megatron.ShardedTensor = theirs
+    entry = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    converted = to_megatron_sharded_state_dict([entry])
+    assert type(converted[0]) is theirs
+    assert from_megatron_sharded_state_dict(converted) == [entry]
+    entry.allow_shape_mismatch = True
+    with pytest.raises(ValueError, match="has no allow_shape_mismatch"):
+        to_megatron_sharded_state_dict([entry])
 
 
 def test_entries_for_a_megatron_that_is_missing_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing.mapping", None)
     with pytest.raises(RuntimeError, match="pip install megatron-core"):
         to_megatron_sharded_state_dict(ShardedObject("o", 1, (1,), (0,)))
+
+
+@pytest.mark.parametrize("has_children", [False, True])
+def test_a_plain_module_without_its_transient_buffers(has_children):
+    plain = torch.nn.Module()
+    plain.register_buffer("kept", torch.ones(1))
+    plain.register_buffer("scratch", torch.ones(1), persistent=False)
+    if has_children:
+        plain.inner = MegatronModule(None)
+    model = MegatronModule(None)
+    model.plain = plain
+    assert list(model.sharded_state_dict()) == list(model.state_dict()) == ["plain.kept"]

@@ -12,7 +12,6 @@ from mcore.parallel import agreement
 from mcore.parallel.agreement import (
     first_difference,
     gathered_reports,
-    highest,
     max_or_raise,
     text_digest,
 )
@@ -91,7 +90,7 @@ def reports_and_messages() -> list[object]:
         gathered_reports(None, group),
         gathered_reports(["first", None, "\u00e4" * 5000][rank], group),
         gathered_reports("" if rank == 1 else None, group),
-        highest([rank, -rank], group),
+        max_or_raise([rank, -rank], None, group),
         max_or_raise([rank], None, group),
         outcome([rank], ValueError("no") if rank == 1 else None)[1:2],  # type: ignore[index]
         first_difference([b"same", b"%04d" % rank, b"same"], group),

@@ -35,7 +35,7 @@ from mcore.parallel.checkpoint import (
     describe_shards,
     validate_plans,
 )
-from mcore.parallel.rng.seeding import rng_stream_seeds
+from mcore.parallel.rng.shared import rng_stream_seeds
 
 WORLDS = (4096, 8192)
 SIZES = {"tp": 4, "cp": 2, "pp": 8, "ep": 16, "expt_tp": 2}

@@ -209,10 +209,10 @@ def test_what_one_rank_has_wrong_is_an_error_on_all_before_anything_is_added() -
     kinds = ["ValueError"] * 5 + ["RuntimeError", "ValueError"]
     texts = [
         "2 activations and 1 gradients",
-        "different activations to gather",
-        "different activations to gather",
+        "different arguments: embedding_activation_buffer ([",
+        "different arguments: embedding_activation_buffer ([",
         "micro-batch 1: an activation of shape (2, 2, 6) on each of 2 ranks",
-        "different activations to gather",
+        "different arguments: embedding_activation_buffer ([",
         "main_grad is None",
         "do not fit main_grad of shape (3, 3)",
     ]

@@ -309,3 +309,13 @@ def test_the_decision_in_large_worlds(fake_world, factor, is_local):
         result = get_full_tensor_if_necessary(tensor)
     assert (communication.get_total_counts() == 0) is is_local
     assert result.shape == ((local.numel(),) if is_local else (length,))
+
+
+@pytest.mark.parametrize("fake_world", [2], indirect=True)
+def test_a_tensor_without_elements_is_not_gathered(fake_world):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tensor = distribute(torch.zeros(0, 3), mesh(fake_world), *placements("S0"))
+    with CommDebugMode() as communication:
+        assert get_full_tensor_if_necessary(tensor) is tensor._local_tensor
+    assert communication.get_total_counts() == 0

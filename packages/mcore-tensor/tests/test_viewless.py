@@ -303,3 +303,14 @@ def test_setting_data_needs_tensors_of_one_device_type():
         safely_set_viewless_tensor_data(torch.ones(2), 1.0)
     with pytest.raises(RuntimeError):
         safely_set_viewless_tensor_data(torch.ones(2), torch.ones(2, device="meta"))
+
+
+def test_the_tangent_of_the_result_is_another_tensor():
+    with forward_ad.dual_level():
+        view = forward_ad.make_dual(torch.ones(3, 4), torch.ones(3, 4)).view(4, 3)
+        tangents = [
+            forward_ad.unpack_dual(one).tangent
+            for one in (view, make_viewless_tensor(view, True, True))
+        ]
+    assert tangents[0] is not tangents[1]
+    assert torch.equal(*tangents)

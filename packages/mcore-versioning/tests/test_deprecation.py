@@ -145,7 +145,7 @@ def test_present_name_is_returned_without_a_warning(
 
 @pytest.mark.parametrize("params", ["p", [], 0])
 def test_deprecated_name_is_returned_with_a_warning(params: object) -> None:
-    with pytest.warns(FutureWarning) as caught:
+    with pytest.warns(UserWarning, match="deprecated") as caught:
         assert deprecate_inference_params(None, params) is params
     text = str(caught[0].message)
     assert "inference_params" in text
@@ -155,7 +155,7 @@ def test_deprecated_name_is_returned_with_a_warning(params: object) -> None:
 
 @pytest.mark.parametrize("context", ["c", [], 0])
 def test_both_names_keep_the_present_one_and_say_so(context: object) -> None:
-    with pytest.warns(FutureWarning, match=r"inference_params.*ignored.*inference_context"):
+    with pytest.warns(UserWarning, match=r"inference_params.*ignored.*inference_context"):
         assert deprecate_inference_params(context, "p") is context
 
 

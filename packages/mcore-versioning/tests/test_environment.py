@@ -150,6 +150,16 @@ def test_other_python_version_is_required(install: Install) -> None:
     assert reason == f"version 1.2 needs Python >=3.99, but this is {running}"
 
 
+def test_a_pre_release_of_python_counts_as_its_release(
+    monkeypatch: pytest.MonkeyPatch, install: Install
+) -> None:
+    major, minor, micro = sys.version_info[:3]
+    required = f"Requires-Python: >={major}.{minor}.{micro}"
+    install("some-lib", "1.2", module="some_lib", metadata=required)
+    monkeypatch.setattr(platform, "python_version", lambda: f"{major}.{minor}.{micro}rc1")
+    assert str(package_state("some_lib", "some-lib")) == "1.2"
+
+
 def test_unreadable_python_requirement_is_no_proof(install: Install) -> None:
     install("some-lib", "1.2", module="some_lib", metadata="Requires-Python: newest")
     assert package_state("some_lib", "some-lib").version == "1.2"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packaging.version import InvalidVersion, Version
 
 import mcore.versioning as v
-from mcore.versioning.lookup import _parse
+from mcore.versioning.lookup import _parse, known_package
 
 PACKAGES = [
     ("torch", "torch", v.get_torch_version, v.is_torch_min_version, Version("0.0.0")),
@@ -392,6 +392,21 @@ def test_release_only_on_a_vendor_build(monkeypatch: pytest.MonkeyPatch) -> None
     assert v.is_torch_min_version("2.9.0a0") is True
     assert v.is_torch_min_version("2.9.0", release_only=True) is True
     assert v.is_package_min_version("torch", "2.9.0", release_only=True) is True
+
+
+def test_an_answer_for_a_release_is_not_that_for_the_version_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub("2.9.0a0"))
+    assert v.is_torch_min_version("2.9.0", release_only=True) is True
+    assert v.is_torch_min_version("2.9.0") is False
+
+
+def test_kept_answers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub("2.9.0"))
+    for minor in range(1000):
+        assert v.is_torch_min_version(f"2.{minor}") is (minor <= 9)
+    assert len(known_package("torch", "torch").loaded[1]) <= 256
 
 
 def test_vers_is_another_name_of_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,16 @@ def test_places_that_are_no_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert recorded_version("packaging") is None
 
 
+def test_an_empty_entry_of_the_path_is_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, site: Path, install: Install
+) -> None:
+    install("here", "1.5", module="here")
+    monkeypatch.setattr(sys, "path", [""])
+    monkeypatch.chdir(site)
+    assert recorded_version("here") == "1.5"
+    assert owners_of("here") == {"here": "1.5"}
+
+
 def test_a_body_is_not_read_as_metadata(install: Install) -> None:
     install("talkative", None, metadata="Summary: x\n\nVersion: 6.6")
     assert recorded_version("talkative") is None

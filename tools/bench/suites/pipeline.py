@@ -130,7 +130,13 @@ class _Job:
         optimizer = build_optimizer(settings, self.model, groups)
         self.busy: Any = _Busy()
         self.steps = PipelineSteps(
-            settings, self.model, optimizer, load_corpus(), groups, _CPU, self.busy
+            settings,
+            self.model,
+            optimizer,
+            load_corpus(),
+            groups,
+            _CPU,
+            self.busy,  # type: ignore[arg-type]  # it sleeps in the ranges
         )
 
     def passes(self) -> torch.Tensor:

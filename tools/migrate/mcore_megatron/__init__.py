@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mcore_migrate.serving import Served, Serving, format_report
+from mcore_migrate.serving import Served, Serving
 
 __all__ = ["Served", "install", "report", "uninstall"]
 
@@ -40,8 +40,3 @@ def uninstall() -> None:
 def report() -> list[Served]:
     """List every name with its source, ``"mcore"`` or ``"megatron"``, and the reason."""
     return _serving.report()
-
-
-def print_report() -> None:
-    """Print the names that are Megatron's, and the number of the others."""
-    print("\n".join(format_report(report())))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mcore_megatron
+from mcore_migrate.serving import format_report
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         runpy.run_path(options.script, run_name="__main__")
     finally:
         if options.report:
-            mcore_megatron.print_report()
+            print("\n".join(format_report(mcore_megatron.report())))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,23 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from .files import Result, python_files, read, written
+from .differences import CHECKPOINT_NAMES
+from .files import Result, look_at, python_files, read, written
 from .table import read_table
 
 # With at least this many files, several processes read them.
 _MANY = 32
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141  # the status of a program that SIGPIPE ends
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,42 +47,99 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    results: list[Result] = []
+    found = _Found()
     try:
-        found = _read_files([*python_files(options.paths)])
+        read_results = _read_files([*python_files(options.paths)], found)
         if options.check or options.diff:
-            results = found
+            found.results = read_results
         else:
-            for result in found:
+            for result in read_results:
                 with _hold_interrupts():  # else its notes could be lost
-                    results.append(written(result))
+                    found.results.append(written(result))
     except KeyboardInterrupt:
-        if results:
-            _print(results, options)
-        count = sum(result.differs for result in results)
+        if found.results:
+            _print(found, options)
         print(
-            f"interrupted after {count} rewritten files; the others are as before", file=sys.stderr
+            f"interrupted after {found.count} rewritten files; the others are as before",
+            file=sys.stderr,
         )
         return _INTERRUPTED
-    _print(results, options)
-    if any(result.error for result in results):
+    _print(found, options)
+    if any(result.error for result in found.results):
         return 2
-    return int(options.check and any(result.differs for result in results))
+    return int(options.check and found.count > 0)
 
 
-def _read_files(files: Sequence[Path]) -> list[Result]:
+@dataclass
+class _Found:
+    """The results of all files, and facts about the tree.
+
+    Attributes:
+        results: The files with something to rewrite or to note.
+        names: Names that files import, or write in strings, and that move.
+        stays: Names that files import from the old modules, and that no package has.
+        held: Names that stay with Megatron because of the import in ``saver``.
+        saver: The first file that imports Megatron's checkpoints or its data parallelism.
+        relative: The relative imports that are left.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    stays: set[str] = field(default_factory=set)
+    held: list[str] = field(default_factory=list)
+    saver: Path | None = None
+    relative: int = 0
+
+    @property
+    def count(self) -> int:
+        """The number of files that are rewritten."""
+        return sum(result.differs for result in self.results)
+
+    @property
+    def packages(self) -> list[str]:
+        """The packages that the files need."""
+        made = [result.after.packages for result in self.results if result.after]
+        return sorted(set().union(*made))
+
+
+def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
     """The rewritten sources of the files, made by several processes if there are many."""
-    look = partial(read, table=read_table())
-    if len(files) < _MANY:
-        return [result for result in map(look, files) if result]
-    with ProcessPoolExecutor() as pool:
-        try:
-            with _hold_interrupts():  # forever in the processes that start here
-                found = pool.map(look, files, chunksize=4)
-            return [result for result in found if result]
-        except KeyboardInterrupt:
+    table = read_table()
+    with ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor()) if len(files) >= _MANY else None
+        looks = _map(pool, partial(look_at, table=table), files)
+        savers = (file for file, look in zip(files, looks, strict=True) if look.saves)
+        found.saver = None if any(look.converts for look in looks) else next(savers, None)
+        table = table.hold(CHECKPOINT_NAMES if found.saver else ())
+        found.names.update(*(look.names for look in looks))
+        found.held = sorted(found.names & table.held)
+        found.names -= table.held
+        found.stays.update(*(look.stays for look in looks))
+        found.relative = sum(look.relative for look in looks)
+        chosen = [file for file, look in zip(files, looks, strict=True) if look.has_work(table)]
+        results = _map(pool, partial(read, table=table), chosen)
+    found.stays.update(*(one.after.stays for one in results if one and one.after))
+    return [result for result in results if result]
+
+
+def _map(
+    pool: ProcessPoolExecutor | None, function: Callable[[Path], T], files: Sequence[Path]
+) -> list[T]:
+    """The results of a function for all files. For many files, with a bar on a terminal."""
+    results = []
+    try:
+        with _hold_interrupts():  # forever in the processes that start here
+            found = pool.map(function, files, chunksize=4) if pool else map(function, files)
+        for number, result in enumerate(found, 1):
+            results.append(result)
+            if pool and sys.stderr.isatty():
+                bar = f"\r[{'#' * (30 * number // len(files)):<30}] {number} of {len(files)} files"
+                print(bar, end="\n" * (number == len(files)), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        if pool:
             pool.shutdown(cancel_futures=True)
-            raise
+        raise
+    return results
 
 
 @contextmanager
@@ -90,20 +151,18 @@ def _hold_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _print(results: Sequence[Result], options: argparse.Namespace) -> None:
+def _print(found: _Found, options: argparse.Namespace) -> None:
     """Print the results. A diff is alone on the standard output, for ``patch``."""
     is_dry = options.check or options.diff
     if options.diff:
         sys.stdout.flush()
-        for result in results:
+        for result in found.results:
             sys.stdout.buffer.writelines(_make_diff(result))
         sys.stdout.buffer.flush()
     if options.json:
-        print(_format_json(results))
+        print(_format_json(found))
     else:
-        print(
-            "\n".join(_describe(results, is_dry)), file=sys.stderr if options.diff else sys.stdout
-        )
+        print("\n".join(_describe(found, is_dry)), file=sys.stderr if options.diff else sys.stdout)
 
 
 def _make_diff(result: Result) -> Iterator[bytes]:
@@ -120,32 +179,35 @@ def _split_lines(text: bytes) -> list[bytes]:
     return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
-def _list_packages(results: Iterable[Result]) -> list[str]:
-    return sorted({one for result in results if result.after for one in result.after.packages})
-
-
-def _list_stays(results: Iterable[Result]) -> list[str]:
-    return sorted({one for result in results if result.after for one in result.after.stays})
-
-
-def _describe(results: Sequence[Result], is_dry: bool) -> Iterator[str]:
-    for result in results:
+def _describe(found: _Found, is_dry: bool) -> Iterator[str]:
+    for result in found.results:
         if result.error:
             yield f"{result.path}: {result.error}"
         for note in result.notes:
             left = "left as it is: " if note.is_left else ""
             yield f"{result.path}:{note.line}: {note.name}: {left}{note.text}"
-    count = sum(result.differs for result in results)
-    yield f"{count} {'file' if count == 1 else 'files'} {'to rewrite' if is_dry else 'rewritten'}"
-    stays = _list_stays(results)
-    if stays:
-        yield f"stays with Megatron, in no package: {', '.join(stays)}"
-    packages = _list_packages(results)
-    if packages:
+    done = "to rewrite" if is_dry else "rewritten"
+    yield f"{found.count} {'file' if found.count == 1 else 'files'} {done}"
+    if found.names:
+        yield f"moves: {', '.join(sorted(found.names))}"
+    if found.held:
+        yield (
+            f"left with Megatron, whose checkpoints or data parallelism {found.saver} imports: "
+            f"{', '.join(found.held)}. To move them too, convert the sharded state dicts with "
+            "mcore.modules.to_megatron_sharded_state_dict, then run this once more"
+        )
+    if found.relative:
+        yield (
+            f"{found.relative} relative imports left: no folder megatron/core, megatron/bridge or "
+            "megatron_fsdp is above them"
+        )
+    if found.stays:
+        yield f"stays with Megatron, in no package: {', '.join(sorted(found.stays))}"
+    if packages := found.packages:
         yield f"pip install {' '.join(packages)}"
 
 
-def _format_json(results: Sequence[Result]) -> str:
+def _format_json(found: _Found) -> str:
     files = [
         {
             "path": str(result.path),
@@ -156,11 +218,17 @@ def _format_json(results: Sequence[Result]) -> str:
                 for one in result.notes
             ],
         }
-        for result in results
+        for result in found.results
         if result.differs or result.error or result.notes
     ]
-    found = {"files": files, "packages": _list_packages(results), "stays": _list_stays(results)}
-    return json.dumps(found, indent=2)
+    report = {
+        "files": files,
+        "packages": found.packages,
+        "stays": sorted(found.stays),
+        "held": found.held,
+        "relative": found.relative,
+    }
+    return json.dumps(report, indent=2)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -46,24 +46,45 @@ POSITIONAL = {
     "report_throughput": 5,
     "training_log": 14,
 }
+# Names that stay with Megatron in a tree that imports its checkpoints or its data parallelism: the
+# entries of their sharded state dicts are mcore's, until the tree converts them.
+CHECKPOINT_NAMES = (
+    "Float16Module",
+    "GraphableMegatronModule",
+    "MegatronModule",
+    "make_sharded_tensor_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "unwrap_model",
+)
+_ENTRIES = (
+    "the entry is mcore's: for dist_checkpointing of Megatron, convert the state dict with "
+    "mcore.modules.to_megatron_sharded_state_dict"
+)
+_CONTROLLER = (
+    "the controller answers on loopback and changes with POST only; "
+    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it"
+)
 # Differences of every call.
 _ALWAYS = {
+    "freeze_moe_router": "freezes the routers of all layers, also of multi-token prediction and "
+    "hybrid stacks, and warns if there is none",
+    "make_sharded_tensor_for_checkpoint": _ENTRIES,
+    "make_tp_sharded_tensor_for_checkpoint": _ENTRIES,
     "local_multi_tensor_applier": "a flag that it hands on is an integer tensor with one "
     "element (a float one is refused) or None",
-    "local_multi_tensor_l2_norm": "sets the flag for a norm that is not finite; the flag is an "
-    "integer tensor with one element (a float one is refused) or None",
-    "local_multi_tensor_scale": "sets the flag for sources that are not finite, and multiplies in "
-    "float32; the flag is an integer tensor with one element (a float one is refused) or None",
-    "StragglerDetector": "the controller answers on loopback and changes with POST only; "
-    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
-    "__straggler__": "the controller answers on loopback and changes with POST only; "
-    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
+    "local_multi_tensor_l2_norm": "is more exact, so clipped gradients and losses differ in the "
+    "last bit, and sets the flag for a norm that is not finite; the flag is an integer tensor with "
+    "one element (a float one is refused) or None",
+    "local_multi_tensor_scale": "multiplies in float32, so clipped gradients and losses differ in "
+    "the last bit, and sets the flag for sources that are not finite; the flag is an integer "
+    "tensor with one element (a float one is refused) or None",
+    "StragglerDetector": _CONTROLLER,
+    "__straggler__": _CONTROLLER,
     "trace_async_exceptions": "an error in a thread's event loop ends the process by SIGTERM; "
     "on_error= chooses otherwise",
     "WrappedTensor": "can't be copied or pickled",
 }
-_VERSION_CHECK = "is_{}_min_version"
-_VERSION_CHECKS = {_VERSION_CHECK.format(one) for one in ("torch", "te", "fa", "mamba")}
+_VERSION_CHECKS = {f"is_{one}_min_version" for one in ("torch", "te", "fa", "mamba")}
 
 
 def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[str]:
@@ -84,6 +105,12 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
         yield f"accepts {most} positional arguments: name the others"
     if home.absent_group and not unpacked and _has_no_group(home.name, positional, by_name):
         yield f"no group is given, which now means: {home.absent_group}"
+    if home.name == "FSDPDistributedIndex" and len(positional) > 5:
+        yield "releases since 0.17 have another order from the sixth position on: name them"
+    if home.name == "unwrap_model" and len(positional) + len(by_name) == 1:
+        yield "also removes wrappers of torch (DDP, FSDP, compile) and registered classes"
+    if home.name == "get_batch_on_this_cp_rank" and len(positional) > 1:
+        yield "the second position is the group, but is_hybrid_cp since Megatron 0.18: name it"
     if home.name == "get_batch_on_this_cp_rank" and is_statement:
         yield "returns a new dict and does not change the batch: use the result"
     equality = by_name.get("check_equality") or (

@@ -14,6 +14,7 @@ import libcst as cst
 
 from .findings import Note
 from .rewrite import LayoutError, Rewritten, rewrite
+from .scan import Look, find_package, scan
 from .table import Table
 
 _SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
@@ -75,18 +76,25 @@ def _walk_files(folder: Path) -> Iterator[Path]:
                 yield file
 
 
+def look_at(file: Path, table: Table) -> Look:
+    """Look at a file. A notebook, or one that cannot be read, is for :func:`read`."""
+    try:
+        source = b"" if file.suffix == _NOTEBOOK else file.read_bytes()
+    except OSError:
+        source = b""
+    return scan(source, table, find_package(file)) if source else Look(has_module=True)
+
+
 def read(file: Path, table: Table) -> Result | None:
-    """Rewrite the source of a file, without writing it. None if it does not name Megatron."""
+    """Rewrite the source of a file, without writing it. None for a notebook without old names."""
     try:
         source = file.read_bytes()
     except OSError as error:
         return Result(file, b"", None, f"can't be read: {error.strerror}")
     if file.suffix == _NOTEBOOK:
         return _describe_notebook(file, source, table)
-    if not table.may_concern(source):
-        return None
     try:
-        return Result(file, source, rewrite(source, table))
+        return Result(file, source, rewrite(source, table, find_package(file)))
     except LayoutError as error:
         return Result(file, source, None, f"is left: {error}")
     except (cst.ParserSyntaxError, UnicodeError, SyntaxError, RecursionError) as error:

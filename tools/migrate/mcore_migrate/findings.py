@@ -20,7 +20,7 @@ from libcst.metadata import (
 )
 
 from .differences import differences
-from .imports import aliases_of, has_comments, module_of
+from .imports import absolute, aliases_of, has_comments, module_of
 from .table import Home, Table
 
 _PATCHING = ("patch", "setattr", "delattr")
@@ -51,9 +51,10 @@ class Findings(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (PositionProvider, ScopeProvider)
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, package: str = "") -> None:
         super().__init__()
         self.table = table
+        self.package = package
         self.packages: set[str] = set()
         self.notes: list[Note] = []
         self.stays: set[str] = set()
@@ -149,7 +150,7 @@ class Findings(cst.CSTVisitor):
                         self._leave(text, home.name, advice)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        module = module_of(node)
+        module = module_of(node, self.package)
         if module is None:
             return
         if isinstance(node.names, cst.ImportStar):
@@ -158,7 +159,6 @@ class Findings(cst.CSTVisitor):
             return
         names = [str(one.evaluated_name) for one in node.names]
         homes = {name: self.table.find(f"{module}.{name}") for name in names}
-        self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
         if moved and has_comments(node) and len({*map(moved.get, names)}) > 1:
             self._leave(node, ", ".join(moved), "comments are among the names: move them yourself")
@@ -248,7 +248,13 @@ class Findings(cst.CSTVisitor):
         """The possible meanings of a node, or of a dotted path in its place."""
         scope: Any = self.get_metadata(ScopeProvider, node, None)
         found = scope.get_qualified_names_for(path or node) if scope else ()
-        return sorted(found, key=lambda one: one.name)
+        return sorted(
+            (
+                QualifiedName(absolute(one.name, self.package) or one.name, one.source)
+                for one in found
+            ),
+            key=lambda one: one.name,
+        )
 
     def _note_differences(self, node: cst.CSTNode, call: cst.Call, *, is_statement: bool) -> None:
         """Note the differences of a call of a moved name."""

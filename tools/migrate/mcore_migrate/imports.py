@@ -9,11 +9,21 @@ from libcst import matchers
 from libcst.helpers import get_full_name_for_node
 
 
-def module_of(node: cst.ImportFrom) -> str | None:
-    """The absolute module of a ``from`` import, or None for a relative import."""
-    if node.relative or node.module is None:
-        return None
-    return get_full_name_for_node(node.module)
+def module_of(node: cst.ImportFrom, package: str) -> str | None:
+    """The absolute module of a ``from`` import, None for a relative one outside of a package."""
+    name = get_full_name_for_node(node.module) if node.module else ""
+    return absolute("." * len(node.relative) + (name or ""), package)
+
+
+def absolute(path: str, package: str) -> str | None:
+    """A dotted path such as ``..utils.divide`` in a package as an absolute path."""
+    name = path.lstrip(".")
+    level = len(path) - len(name)
+    if not level:
+        return name
+    parts = package.split(".")
+    kept = parts[: len(parts) - level + 1] if package else []
+    return ".".join([*kept, *([name] if name else [])]) if kept else None
 
 
 def split(node: cst.ImportFrom, homes: Mapping[str, str]) -> list[cst.ImportFrom]:
@@ -27,7 +37,10 @@ def split(node: cst.ImportFrom, homes: Mapping[str, str]) -> list[cst.ImportFrom
         chosen = [alias for alias, home in zip(aliases, modules, strict=True) if home == module]
         part = node if len(chosen) == len(aliases) else _keep_names(node, chosen)
         if module is not None:
-            part = part.with_changes(module=cst.parse_expression(module))
+            blank = cst.SimpleWhitespace(" ") if part.relative else part.whitespace_after_from
+            part = part.with_changes(
+                module=cst.parse_expression(module), relative=(), whitespace_after_from=blank
+            )
         parts.append(part)
     return parts
 
@@ -49,18 +62,14 @@ def without(node: cst.Import, unused: Sequence[cst.ImportAlias]) -> cst.Import |
 
 def without_names(node: cst.ImportFrom, unused: Sequence[cst.ImportAlias]) -> cst.ImportFrom | None:
     """A ``from`` import without some of its names, or None if none is left."""
-    if isinstance(node.names, cst.ImportStar):
-        return node
-    kept = [alias for alias in node.names if alias not in unused]
+    kept = [alias for alias in aliases_of(node) if alias not in unused]
     return _keep_names(node, kept) if kept else None
 
 
 def _keep_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
     """The statement with only some of its names. The list ends as before."""
-    if isinstance(node.names, cst.ImportStar):
-        return node
-    *names, last = chosen
-    return node.with_changes(names=[*names, last.with_changes(comma=node.names[-1].comma)])
+    (*_, end), (*names, last) = aliases_of(node), chosen
+    return node.with_changes(names=[*names, last.with_changes(comma=end.comma)])
 
 
 def has_comments(node: cst.Import | cst.ImportFrom) -> bool:

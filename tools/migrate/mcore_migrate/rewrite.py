@@ -50,8 +50,8 @@ class Rewritten:
         return replace(self, notes=notes, shifts=[])
 
 
-def rewrite(source: bytes, table: Table) -> Rewritten:
-    """Rewrite the source of a file. All other bytes stay.
+def rewrite(source: bytes, table: Table, package: str = "") -> Rewritten:
+    """Rewrite the source of a file in a package. All other bytes stay.
 
     Raises:
         libcst.ParserSyntaxError: It is not Python.
@@ -60,7 +60,7 @@ def rewrite(source: bytes, table: Table) -> Rewritten:
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
     if _end_like(source, wrapper.module.bytes) != source:
         raise LayoutError("it has blanks that would not be kept: rewrite it yourself")
-    found = Findings(table)
+    found = Findings(table, package)
     wrapper.visit(found)
     notes = sorted(dict.fromkeys(found.notes), key=lambda one: one.line)
     rewriter = _Rewriter(found)

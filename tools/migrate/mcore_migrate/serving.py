@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -109,9 +110,11 @@ class Serving:
                 try:
                     ours = getattr(importlib.import_module(home.module), name)
                 except ImportError as error:
-                    reason = f"{home.package} cannot be imported: {error}"
+                    reason = f"{home.package} is not installed or cannot be imported: {error}"
                 else:
-                    self._replace(module, name, self._adapt(name, ours))
+                    reason = _compare_order(getattr(module, name), ours)
+            if not reason:
+                self._replace(module, name, self._adapt(name, ours))
             source = "megatron" if reason else "mcore"
             self.rows[module.__name__, name] = Served(module.__name__, name, source, reason)
 
@@ -122,8 +125,6 @@ class Serving:
             return DIFFERENT[home.name]
         if not hasattr(module, home.name):
             return "this release does not have it"
-        if not _is_found(home.module):
-            return f"{home.package} is not installed"
         return ""
 
     def _replace(self, module: ModuleType, name: str, value: Any) -> None:
@@ -208,6 +209,20 @@ class _Loader(importlib.abc.Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _compare_order(theirs: Any, ours: Any) -> str:
+    """The first argument that has another position here, in words. Empty if there is none."""
+    try:
+        given, here = (inspect.signature(one).parameters for one in (theirs, ours))
+    except (TypeError, ValueError):
+        return ""
+    places = [name for name, one in here.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    for place, (name, one) in enumerate(given.items()):
+        is_same = places[place : place + 1] == [name]
+        if one.kind is one.POSITIONAL_OR_KEYWORD and name in here and not is_same:
+            return f"the argument {name} has another position"
+    return ""
 
 
 def _is_found(module: str) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
+import copy
 import re
-import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_HERE = Path(__file__).parent
-_PAGE = "migration.md"
-_ROW = re.compile(r"^\| `(\w+)` \| `([^|]+)` \| `([\w.]+)` \|(?: ([^|]*)\|)?", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| `(\w+)` \| `([^|]+)` \| `([\w.]+)` \| ([^|]*) \|(?: ([^|]*)\|)?", re.MULTILINE
+)
 # The page names the module in Megatron-LM. The package on the index has another name.
 _ALSO = {"megatron.core.distributed.fsdp.src.megatron_fsdp": "megatron_fsdp"}
 
@@ -23,11 +22,13 @@ class Home:
     Attributes:
         name: The name.
         module: The module that it is imported from, such as ``mcore.tensor``.
+        releases: The releases of Megatron that have the name with the same arguments.
         absent_group: The meaning of a call without a group, in words. Often empty.
     """
 
     name: str
     module: str
+    releases: str
     absent_group: str
 
     @property
@@ -41,8 +42,10 @@ class Table:
 
     def __init__(self, page: str) -> None:
         self.homes: dict[str, Home] = {}
-        for name, modules, new, absent_group in _ROW.findall(page):
-            home = Home(name, new, absent_group.strip())
+        # Names that stay with Megatron although a package has them.
+        self.held: frozenset[str] = frozenset()
+        for name, modules, new, releases, absent_group in _ROW.findall(page):
+            home = Home(name, new, releases, absent_group.strip())
             for old in modules.split("`, `"):
                 self.homes.setdefault(f"{old}.{name}", home)
         for path, home in list(self.homes.items()):
@@ -50,64 +53,69 @@ class Table:
                 if path.startswith(f"{prefix}."):
                     self.homes[other + path.removeprefix(prefix)] = home
         self.modules = frozenset(path.rpartition(".")[0] for path in self.homes)
-        self._roots = {one.partition(".")[0] for one in self.modules}
-        self._packages = {
+        self.tails = {".".join(path.rsplit(".", 2)[1:]) for path in self.homes}
+        self.roots = {one.partition(".")[0] for one in self.modules}
+        self.packages = {
             ".".join(parts[:length])
             for parts in (one.split(".") for one in self.modules)
             for length in range(1, len(parts) + 1)
         }
+        # Modules that only re-export a name: their other names are not of interest.
+        self.fronts = {one.rpartition(".")[0] for one in self.modules} & self.modules
+        self.hint = self._make_hint()
 
-    def may_concern(self, source: bytes) -> bool:
-        """Whether a source names an old module, or cannot be parsed."""
-        if not any(root.encode() in source for root in self._roots):
-            return False
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return b"import" in source
-        return any(map(self._is_about, ast.walk(tree)))
-
-    def _is_about(self, node: ast.AST) -> bool:
-        """Whether a node imports an old module or from it, or is a string that names it."""
-        if isinstance(node, ast.Import):
-            return any(one.name.partition(".")[0] in self._roots for one in node.names)
-        if isinstance(node, ast.ImportFrom):
-            paths = [f"{node.module}.{one.name}" for one in node.names]
-            is_old = node.module in self.modules or not self._packages.isdisjoint(paths)
-            return is_old and not node.level
-        text = node.value if isinstance(node, ast.Constant) else None
-        return isinstance(text, str) and text.startswith(tuple(self.modules))
+    def _make_hint(self) -> re.Pattern[bytes]:
+        """Matches every source that imports from an old module, and a few others."""
+        modules, fronts = _join(self.modules - self.fronts), _join(self.fronts)
+        above = _join(one.rpartition(".")[0] for one in self.packages if "." in one)
+        below = _join(one.rpartition(".")[2] for one in self.packages)
+        names = _join(home.name for home in self.homes.values())
+        return re.compile(
+            rf"\b(?:{modules})\b|\b(?:{fronts})\s+import\b|\bimport\s+(?:{above})\s+as\b|"
+            rf"\bfrom\s+(?:{above})\s+import\b[^=:]*?\b(?:{below})\b|"
+            rf"\bfrom\s*\.[\w.]*\s+import\b[^=:]*?\b(?:{names}|{below})\b".encode()
+        )
 
     def find(self, path: str) -> Home | None:
         """The new place of a dotted path, or None if it stays."""
-        return self.homes.get(path)
+        home = self.homes.get(path)
+        return None if home is None or home.name in self.held else home
+
+    def hold(self, names: Collection[str]) -> Table:
+        """The same table, with names that stay with Megatron."""
+        table = copy.copy(self)
+        table.held = frozenset(names)
+        return table
 
     def without_home(self, paths: Iterable[str]) -> set[str]:
         """The paths that belong to an old module and to no package."""
         return {
             one
             for one in paths
-            if one.rpartition(".")[0] in self.modules
+            if one.rpartition(".")[0] in self.modules - self.fronts
             and one not in self.homes
-            and one not in self._packages
+            and one not in self.packages
         }
+
+    def find_start(self, path: str) -> str:
+        """The old path at the start of a longer one, or of a text. Empty if there is none."""
+        parts = path.split(".") if path.partition(".")[0] in self.roots else []
+        starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((start for start in starts if start in self.homes), "")
 
     def moved(self, path: str) -> str | None:
         """The new form of a path to a name or to an attribute of it, or None if it stays."""
-        for module in self.modules:
-            rest = path.removeprefix(f"{module}.")
-            if rest != path:
-                name, dot, inside = rest.partition(".")
-                home = self.find(f"{module}.{name}")
-                if home is not None:
-                    return f"{home.module}.{name}{dot}{inside}"
-        return None
+        start = self.find_start(path)
+        home = self.find(start)
+        return f"{home.module}.{home.name}{path[len(start) :]}" if home else None
+
+
+def _join(words: Iterable[str]) -> str:
+    return "|".join(sorted({re.escape(word) for word in words}, key=len, reverse=True))
 
 
 def read_table() -> Table:
     """The table of the page. In an installation the page is in this folder."""
-    beside = _HERE / _PAGE
-    page = beside if beside.exists() else _HERE.parents[1] / "docs" / _PAGE
+    beside = Path(__file__).with_name("migration.md")
+    page = beside if beside.exists() else beside.parents[2] / "docs/migration.md"
     return Table(page.read_text(encoding="utf-8"))

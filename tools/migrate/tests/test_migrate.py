@@ -21,6 +21,7 @@ from mcore_migrate.__main__ import main
 from mcore_migrate.differences import _GROUPS, POSITIONAL
 from mcore_migrate.files import Result, read, written
 from mcore_migrate.rewrite import rewrite
+from mcore_migrate.scan import scan
 from mcore_migrate.table import Table, read_table
 from monorepo.isolation.venv import build
 
@@ -187,13 +188,21 @@ def test_what_replaces_a_name_of_the_old_module_is_told() -> None:
     ]
 
 
-def test_a_flag_that_is_handed_on_and_a_controller_that_is_configured_are_told() -> None:
+def test_calls_that_always_differ_are_told() -> None:
     source = (
         "from megatron.core.utils import __straggler__ as s, local_multi_tensor_applier as apply\n"
+        "from megatron.core.utils import unwrap_model, make_sharded_tensor_for_checkpoint as make\n"
+        "from megatron_fsdp.utils import FSDPDistributedIndex as Index\n"
+        "from megatron.core.utils import local_multi_tensor_scale\n"
         "s.configure(2, 0)\napply(scale, flag, [a, b], 2.0)\ns.report()\n"
+        "unwrap_model(model)\nunwrap_model(model, (A, B))\nmake(t, 'k', tp_group=g)\n"
+        "Index(m, 's', 'o', 't', h, True)\nIndex(m, 's', 'o', 't', h)\n"
+        "local_multi_tensor_scale(1, f, [a, b], 2.0)\n"
     )
-    notes = [(one.line, one.name) for one in rewrite(source.encode(), TABLE).notes]
-    assert notes == [(2, "__straggler__"), (3, "local_multi_tensor_applier")]
+    notes = rewrite(source.encode(), TABLE).notes
+    assert [one.line for one in notes] == [5, 6, 8, 10, 11, 13]
+    assert "to_megatron_sharded_state_dict" in notes[3].text
+    assert "differ in the last bit" in notes[5].text
 
 
 def test_lines_are_those_of_the_file_as_it_is_left(
@@ -207,7 +216,7 @@ def test_lines_are_those_of_the_file_as_it_is_left(
     )
     for options, lines in (["--check"], [4, 9]), ([], [4, 10]):
         main([str(file), *options])
-        told = [one for one in capsys.readouterr().out.splitlines() if "get_pg_size" in one]
+        told = [one for one in capsys.readouterr().out.splitlines() if "get_pg_size: no" in one]
         assert [int(one.split(":")[1]) for one in told] == lines
     written = file.read_text().splitlines()
     assert all("get_pg_size()" in written[line - 1] for line in lines)
@@ -248,6 +257,7 @@ def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
         (6, "get_pg_size", False),
         (9, "is_torch_min_version", False),
         (11, "get_batch_on_this_cp_rank", False),
+        (12, "get_batch_on_this_cp_rank", False),
         (13, "training_log", False),
         (14, "StragglerDetector", False),
         (20, "divide", True),
@@ -265,10 +275,8 @@ def test_what_no_package_has_is_named() -> None:
         "from megatron.core.utils import other, divide\nfrom megatron.core import utils, models\n"
         "utils.more()\nutils.divide(4, 2)\n"
     )
-    assert rewrite(source.encode(), TABLE).stays == {
-        "megatron.core.utils.other",
-        "megatron.core.utils.more",
-    }
+    found = rewrite(source.encode(), TABLE).stays | scan(source.encode(), TABLE, "").stays
+    assert found == {"megatron.core.utils.other", "megatron.core.utils.more"}
 
 
 def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
@@ -285,7 +293,8 @@ def test_every_row_of_the_page_names_the_public_place() -> None:
     page = (HERE.parent / "docs/migration.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     found = [
-        re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \|", row) for row in rows
+        re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \| [\w., -]+ \|", row)
+        for row in rows
     ]
     assert [row for row, match in zip(rows, found, strict=True) if match is None] == []
     places = [match.groups() for match in found if match]
@@ -359,7 +368,8 @@ def test_files_are_rewritten_in_their_place_and_the_rest_is_left(
     assert printed[0].startswith(f"{tree}/broken.py: is not Python that can be read: ")
     told = rf"{tree}/(link|sub/a).py:3: get_pg_size: no group is given, .*"
     assert re.fullmatch(told, printed[1])
-    assert printed[2:] == ["1 file rewritten", "pip install mcore-parallel mcore-tensor"]
+    moves, install = "moves: divide, get_pg_size", "pip install mcore-parallel mcore-tensor"
+    assert printed[2:] == ["1 file rewritten", moves, install]
     (tree / "broken.py").unlink()
     assert main([str(tree), "--check"]) == 0
 
@@ -412,10 +422,67 @@ def test_a_notebook_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixt
     assert told.startswith(f"{book}:2: megatron.core.utils: left as it is: notebooks are not")
 
 
-def test_many_files_are_rewritten_by_several_processes(tmp_path: Path) -> None:
+@pytest.fixture
+def copied_tree(tmp_path: Path) -> Path:
+    """Files of a copy of Megatron, with relative imports."""
+    root = tmp_path / "copy/megatron/core"
+    for folder in ("models", "transformer"):
+        (root / folder).mkdir(parents=True)
+    (root / "models/a.py").write_text(
+        "from..utils import divide, other\nfrom ..transformer import MegatronModule as M\n"
+        "from .. import utils\nfrom . import b\nutils.get_pg_size()\ndivide(4, 2)\n"
+    )
+    (root / "transformer/__init__.py").write_text("from .module import MegatronModule\n")
+    return root
+
+
+def test_relative_imports_are_followed_in_a_copy_of_megatron(
+    copied_tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lone = copied_tree.parents[2] / "a.py"
+    shutil.copy(copied_tree / "models/a.py", lone)
+    assert main([str(lone.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert (copied_tree / "models/a.py").read_text() == (
+        "from..utils import other\nfrom mcore.tensor import divide\n"
+        "from mcore.modules import MegatronModule as M\nimport mcore.parallel as mcore_parallel\n"
+        "from . import b\nmcore_parallel.get_pg_size()\ndivide(4, 2)\n"
+    )
+    front = (copied_tree / "transformer/__init__.py").read_text()
+    assert front == "from mcore.modules import MegatronModule\n"
+    assert "a.py:6: get_pg_size: no group is given" in printed
+    assert "2 relative imports left" in printed
+    assert "moves: MegatronModule, divide" in printed
+
+
+@pytest.mark.parametrize(
+    "saver",
+    [
+        "from megatron.core import (\n    dist_checkpointing,\n)\n",
+        "from megatron.core.distributed import DistributedDataParallel as D\n",
+    ],
+)
+def test_entries_stay_in_a_tree_with_megatrons_checkpoints(
+    saver: str, copied_tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied_tree / "b.py").write_text(saver)
+    assert main([str(copied_tree)]) == 0
+    source = (copied_tree / "models/a.py").read_text()
+    assert "from mcore.tensor import divide\nfrom ..transformer import MegatronModule" in source
+    assert "b.py imports: MegatronModule. To move them" in capsys.readouterr().out
+    (copied_tree / "c.py").write_text("from mcore.modules import to_megatron_sharded_state_dict\n")
+    assert main([str(copied_tree)]) == 0
+    assert "from mcore.modules import MegatronModule" in (copied_tree / "models/a.py").read_text()
+
+
+def test_many_files_are_rewritten_by_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     for number in range(40):
         (tmp_path / f"{number}.py").write_text("from megatron.core.utils import divide\n")
     assert main([str(tmp_path)]) == 0
+    assert "[###############               ] 20 of 40 files" in capsys.readouterr().err
     new = "from mcore.tensor import divide\n"
     assert {one.read_text() for one in tmp_path.iterdir()} == {new}
     with pytest.raises(SystemExit, match="2"):

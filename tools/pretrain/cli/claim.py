@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from pretrain.run_folder import open_plain
+from pretrain.run_folder import LOCK_NAME, open_plain
 from pretrain.usage import UsageError
 
 # A restarted job waits this long for the previous one: ranks outlive their launcher.
 PATIENCE_S = 30.0
-LOCK_NAME = "job.lock"
 _LOOK_EVERY_S = 0.1
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 

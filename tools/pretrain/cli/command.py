@@ -40,12 +40,11 @@ def _start_ranks(argv: list[str]) -> int:
     _prepare_text(request)
     if request.resume is not None:
         folder = RunFolder(request.resume)
-    elif request.run_dir is not None:
-        folder = make_run_folder(request.run_dir, trusted=request.trust_run)
     else:
-        layout, started = request.settings.run_kind, int(time.time())
-        number = free_number(request.runs_dir, layout, started)
-        folder = make_run_folder(name_run(request.runs_dir, layout, started, number))
+        kind, started = request.settings.run_kind, int(time.time())
+        number = free_number(request.runs_dir, kind, started)
+        path = request.run_dir or name_run(request.runs_dir, kind, started, number)
+        folder = make_run_folder(path, trusted=request.trust_run)
     from pretrain.cli.launch import launch
 
     return launch(_hand_over(argv, request.mlflow_uri), request, folder)
@@ -143,6 +142,10 @@ def _find_start_step(request: Request) -> int:
     else:
         require_text(request.settings)
     if request.resume is None:
+        if request.settings.init_from:
+            from pretrain.run.checkpoints import find_weights
+
+            find_weights(request.settings)
         return 0
     from pretrain.run.checkpoints import step_to_load
 
@@ -164,7 +167,7 @@ def _prepare_text(request: Request) -> None:
 
     run_dir = request.resume or request.run_dir or request.runs_dir / "run"
     cache = find_cache(request.settings, run_dir)
-    make_cache(request.settings, cache, request.resume)
+    make_cache(request.settings, cache, None if request.settings.reset_data else request.resume)
     load_cached_corpus(request.settings, cache)
 
 

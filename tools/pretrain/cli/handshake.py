@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -16,9 +15,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pretrain.cli.claim import LOCK_NAME, claim
+from pretrain.cli.claim import claim
 from pretrain.cli.options import Request
-from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
+from pretrain.corpus import run_on_all
+from pretrain.run_folder import LOCK_NAME, RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import UsageError
 
 PRIVATE_FOLDER = "PRETRAIN_PRIVATE_FOLDER"  # holds the store of ranks on one machine
@@ -73,27 +73,19 @@ def _agree_on_name(store: Store, rank: int, world_size: int, timeout_s: float) -
 
 def agree_on_folder(request: Request, device: torch.device) -> RunFolder:
     """The run's folder, equal on all ranks. Rank 0 names and creates a new folder."""
-    if request.resume is not None:
-        check_seen_by_all(request.resume, device)
-        return RunFolder(request.resume)
-    layout = request.settings.run_kind
-    facts = torch.zeros(3, dtype=torch.int64, device=device)
-    problem: UsageError | None = None
-    if dist.get_rank() == 0:
-        started = int(time.time())
-        number = free_number(request.runs_dir, layout, started)
-        try:
-            named = request.run_dir or name_run(request.runs_dir, layout, started, number)
-            folder = make_run_folder(named, trusted=request.trust_run)
+    path = request.resume or request.run_dir
+    if path is None:
+        kind, started = request.settings.run_kind, int(time.time())
+        name = torch.tensor([started, free_number(request.runs_dir, kind, started)], device=device)
+        dist.broadcast(name, src=0)
+        path = name_run(request.runs_dir, kind, *name.tolist())
+
+    def make() -> None:
+        if request.resume is None and dist.get_rank() == 0:
+            folder = make_run_folder(path, trusted=request.trust_run)
             request.claims.append(claim(folder.path))
-        except UsageError as error:
-            problem = error
-        facts.copy_(torch.tensor([started, number, int(problem is not None)]))
-    dist.broadcast(facts, src=0)
-    started, number, failed = facts.tolist()
-    path = request.run_dir or name_run(request.runs_dir, layout, started, number)
-    if failed:
-        raise problem or UsageError(f"rank 0 could not make the run folder {path}")
+
+    run_on_all(make, dist.group.WORLD)  # type: ignore[arg-type]
     check_seen_by_all(path, device)
     return RunFolder(path)
 
@@ -116,12 +108,3 @@ def check_seen_by_all(folder: Path, device: torch.device) -> None:
         f"rank {blind} on {place[0]} does not see the run folder {place[1]}: pass a folder that "
         "all nodes share with --run-dir or --runs-dir"
     )
-
-
-def report_another_layout(request: Request) -> None:
-    if request.stored_layout and dist.get_rank() == 0:
-        line = (
-            f"pretrain: continuing with the layout {request.settings.layout} instead of "
-            f"{request.stored_layout}, with new random streams"
-        )
-        print(line, file=sys.stderr, flush=True)

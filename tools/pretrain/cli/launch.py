@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,8 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE
 
+_STARTER = "PRETRAIN_STARTER"  # the process that this one must not outlive
+_LOOK_EVERY_S = 0.5
 _RARELY_S = 86_400
 _GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 
@@ -41,6 +45,8 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     """
     for name in ("", ".agent.server.api"):  # this logger has a separate level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
+    if starter := os.environ.pop(_STARTER, ""):
+        threading.Thread(target=_end_after, args=(int(starter),), daemon=True).start()
     is_named = request.resume is not None or request.run_dir is not None
     arguments = argv if is_named else [*argv, "--run-dir", str(folder.path)]
     try:
@@ -65,6 +71,13 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
         _report(f"interrupted by {number.name}; all ranks ended.", folder)
         return 128 + number
     return 0
+
+
+def _end_after(starter: int) -> None:
+    """Send SIGTERM to this process when the process that started it has ended."""
+    while os.getppid() == starter:
+        time.sleep(_LOOK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -92,19 +105,12 @@ def _stay_on_this_machine() -> Iterator[Path]:
 def _make_launch_config(settings: Settings, private: Path) -> LaunchConfig:
     wait_s = math.ceil(settings.grace_s + _GRACE_AFTER_S)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=settings.world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(private / "launcher"),
+        min_nodes=1, max_nodes=1, nproc_per_node=settings.world_size, run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d", rdzv_endpoint=str(private / "launcher"), local_addr="127.0.0.1",
         # The file grows with each sign of life, which the only node does not need.
         rdzv_configs={"store_type": "file", "keep_alive_interval": _RARELY_S},
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(str(private / "logs")),
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+        logs_specs=DefaultLogsSpecs(str(private / "logs")), max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
     if is_under_nohup():
         config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     if hasattr(config, "shutdown_timeout"):

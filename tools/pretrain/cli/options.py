@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from pretrain.cli.checks import check
-from pretrain.settings import DEFAULT_RANKS, Settings, kept_settings, read_config, read_settings
+from pretrain.settings import (
+    BY_TEXT,
+    DEFAULT_RANKS,
+    Settings,
+    format_flag,
+    kept_settings,
+    read_config,
+    read_settings,
+)
 from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
@@ -23,16 +31,28 @@ _ONLY_WITH = {
     "data": ("field", "data_cache"),
 }
 _STARTS = ("device", "run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
-_PATHS = ("data", "tokenizer", "data_cache")
+_PATHS = ("data", "tokenizer", "data_cache", "init_from")
 # The first setting of each group of options in --help.
 _GROUPS = {
     "tp": "layout",
+    "fsdp": "sharding, experts and memory",
     "data": "text",
     "num_layers": "model",
     "experts": "experts and a second token",
     "train_iters": "training",
+    "lr": "learning rate and optimizer",
     "log_interval": "reports and checkpoints",
     "timeout_s": "trackers and monitoring",
+}
+_FIRST = {
+    "data",
+    "num_layers",
+    "hidden_size",
+    "bf16",
+    "tp",
+    "train_iters",
+    "global_batch_size",
+    "lr",
 }
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
@@ -54,7 +74,6 @@ class Request:
     resume: Path | None = None
     runs_dir: Path = Path("runs")
     device: str = ""  # torch's accelerator, or the CPU
-    stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
     by_itself: bool = False  # resumed automatically, without --resume
     trust_run: bool = False
     names_text: bool = False  # the run to resume names the text, not the command line
@@ -75,52 +94,51 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="pretrain", usage="pretrain [options]",
         description="Train a small GPT on the bytes of Python's standard library, or on --data.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, help="ranks to start (default: tp * cp * pp * dp)")
-    parser.add_argument("--device", choices=("standin",), help="an accelerator for tests")
-    parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
-    parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
-    parser.add_argument("--auto-resume", action="store_true", help="continue --run-dir if possible")
-    parser.add_argument(
+    first = parser.add_argument_group("the first options")
+    first.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
+    first.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
+    group = parser.add_argument_group("starts and folders")
+    group.add_argument("-h", "--help", action="help", help="show this text")
+    group.add_argument("--ranks", type=int, help="ranks to start (default: tp * cp * pp * dp)")
+    group.add_argument("--device", choices=("standin",), help="an accelerator for tests")
+    group.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
+    group.add_argument("--auto-resume", action="store_true", help="continue --run-dir if possible")
+    group.add_argument(
         "--trust-run",
         action="store_true",
         help="accept a run folder of another user, links in it, and the text and MLflow server "
         "that it names (which then gets your credentials)",
     )
-    parser.add_argument(
+    group.add_argument(
         MLFLOW_URI,
         metavar="URI",
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
         "folder). A password is safer in MLFLOW_TRACKING_PASSWORD",
     )
-    parser.add_argument(
+    group.add_argument(
         "--config", type=Path, metavar="FILE",
         help="settings from a TOML file or a run's config.json; options override them",
     )  # fmt: skip
-    group = parser.add_argument_group()
     for field in dataclasses.fields(Settings):
         if field.name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[field.name])
         if not field.metadata["derived"]:
-            _add_option(group, field)
+            _add_option(first if field.name in _FIRST else group, field)
     return parser.parse_args(argv)
 
 
 def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    flag = _format_flag(field.name)
-    default = "" if field.default == "" else f" (default: {field.default})"
+    flag = format_flag(field.name)
+    default = f" (default: {field.default})" if field.default else ""
     text = f"{field.metadata['help']}{default}"
     if isinstance(field.default, bool):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
-        choices = field.metadata["choices"]
-        parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
-
-
-def _format_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        choices, kind = field.metadata["choices"], type(field.default)
+        sign = None if choices else {int: "N", float: "X", str: "TEXT"}[kind]
+        parser.add_argument(flag, type=kind, choices=choices, metavar=sign, help=text)
 
 
 def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
@@ -141,8 +159,15 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         options = {**read_config(config), **options}
         given = argparse.Namespace(**options)
     base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
-    _refuse_changes(base, options)
+    if options.get("reset_data") and (resume is None or start.get("by_itself")):
+        raise UsageError("--reset-data needs --resume, since each start would reset the text")
+    if options.get("init_from") and resume is not None and not start.get("by_itself"):
+        raise UsageError("--init-from is for a new run, and --resume continues one: remove one")
+    if base:
+        _refuse_changes(base, options)
     kept = kept_settings(base)
+    if base and options.get("train_iters") not in (None, base["train_iters"]):
+        kept["lr_decay_iters"] = base["lr_decay_iters"] or base["train_iters"]
     if base and any(name in options for name in _SIZES):
         kept |= dict.fromkeys(_WITHIN_SIZES, 1)  # a new layout replaces the stored one
     options = {**kept, **options, **_choose_layout(vars(given), base, ranks, world_size)}
@@ -152,12 +177,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if "mlflow_uri" in start and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    before: dict[str, Any] = {**_read_layout(base), **({"vpp": base["vpp"]} if base else {})}
-    stored = dataclasses.replace(settings, **before).layout
-    return Request(
-        settings=settings, stored_layout="" if stored == settings.layout else stored,
-        names_text="data" in base and "data" not in given, **start,
-    )  # fmt: skip
+    return Request(settings=settings, names_text="data" in base and "data" not in given, **start)
 
 
 def _add_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +207,7 @@ def _choose_layout(
     named = [name for name in _SIZES if name in given]
     sizes = {name: given.get(name, 1) for name in _SIZES}
     if base and not named:
-        sizes = _read_layout(base)
+        sizes = {name: base[name] for name in _SIZES}
         needed = math.prod(sizes.values())
         if available in (None, needed):
             return sizes
@@ -206,10 +226,6 @@ def _choose_layout(
     return sizes
 
 
-def _read_layout(base: Mapping[str, Any]) -> dict[str, int]:
-    return {name: base[name] for name in _SIZES if name in base}
-
-
 def _refuse_unused(options: Mapping[str, Any], settings: Settings) -> None:
     """Raise UsageError for a non-default option of a feature that is off."""
     defaults = Settings()
@@ -217,18 +233,19 @@ def _refuse_unused(options: Mapping[str, Any], settings: Settings) -> None:
         for name in names:
             value = options.get(name, getattr(defaults, name))
             if not getattr(settings, owner) and value != getattr(defaults, name):
-                flag = _format_flag(name)
-                raise UsageError(f"{flag} {value} has no effect without {_format_flag(owner)}")
+                flag = format_flag(name)
+                raise UsageError(f"{flag} {value} has no effect without {format_flag(owner)}")
 
 
 def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    if not base:
-        return
+    resets = options.get("reset_data")
     for field in dataclasses.fields(Settings):
-        if not field.metadata["fixed"] or field.name not in options:
+        new, reason = options.get(field.name, base[field.name]), field.metadata["fixed"]
+        if field.name == "data" and not new:
+            reason = BY_TEXT
+        if new == base[field.name] or not reason or (reason == BY_TEXT and resets):
             continue
-        if options[field.name] != base[field.name]:
-            raise UsageError(
-                f"{_format_flag(field.name)} {options[field.name]} differs from the run to "
-                f"resume, which has {base[field.name]}: remove it or start a new run"
-            )
+        raise UsageError(
+            f"{format_flag(field.name)} {new or repr(new)} differs from the run to resume, which "
+            f"has {base[field.name]}: {reason}. Remove it or start a new run"
+        )

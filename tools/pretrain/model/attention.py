@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from mcore.modules import MegatronModule, TransformerConfig
-from mcore.parallel import cp_zigzag_index, gather_from_sequence_parallel_region, get_pg_size
+from mcore.modules import MegatronModule
+from mcore.parallel import (
+    ProcessGroups,
+    cp_zigzag_index,
+    gather_from_sequence_parallel_region,
+    get_pg_size,
+)
 from mcore.tensor import divide
+from pretrain.model.configuration import ModelConfig
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
 from pretrain.model.rotary import split_rotated
 from pretrain.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -33,19 +39,13 @@ class SelfAttention(MegatronModule):
     """Multi-head causal attention. Its column-parallel input projection has whole heads."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        init: ParameterInit,
-        name: str,
-        *,
-        cp_group: torch.distributed.ProcessGroup | None,
-        dropout: float,
+        self, config: ModelConfig, init: ParameterInit, name: str, groups: ProcessGroups
     ) -> None:
         super().__init__(config)
         hidden = config.hidden_size
         self.head_size = divide(hidden, config.num_attention_heads)
-        self.cp_group = cp_group
-        self.dropout = dropout
+        self.cp_group = groups.cp
+        self.dropout = config.dropout
         self.qkv = ColumnParallelLinear(
             config, init, f"{name}.qkv", (hidden, 3 * hidden), weight_init=inner_init(config)
         )

@@ -27,19 +27,7 @@ def build_model(
     stages = stages_of_rank(
         settings.num_layers, rank=groups.rank("pp"), ranks=settings.pp, chunks=settings.vpp
     )
-    models = [
-        GPT(
-            config,
-            init,
-            groups,
-            vocabulary_size=settings.vocabulary_size,
-            untied=settings.untied or settings.value_head,
-            dropout=settings.dropout,
-            recompute=settings.recompute,
-            stage=stage,
-        )
-        for stage in stages
-    ]
+    models = [GPT(config, init, groups, stage) for stage in stages]
     if settings.value_head:
         put_value_head(models, config, init)
     chunks: list[MegatronModule] = list(models)
@@ -58,9 +46,7 @@ def build_optimizer(
 ) -> TrainingOptimizer:
     """The optimizer of the model. With ``--fsdp`` shards the model. Collective on the world."""
     if not settings.fsdp:
-        return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
+        return MainWeightOptimizer(model, groups, settings)
     index = sharding_index(groups, settings.hsdp_outer)
     shard_model(model, index, bf16=settings.bf16)
-    return FullyShardedOptimizer(
-        model, groups, index, weight_decay=settings.weight_decay, bf16=settings.bf16
-    )
+    return FullyShardedOptimizer(model, groups, index, settings)

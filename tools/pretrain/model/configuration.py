@@ -15,7 +15,12 @@ _BALANCING = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 @dataclass
 class ModelConfig(TransformerConfig):
-    """A ``TransformerConfig`` with the fields for metrics of experts and prediction depths."""
+    """A ``TransformerConfig`` with the job's options of a model, and those that metrics read."""
+
+    vocabulary_size: int = 256
+    untied: bool = False
+    dropout: float = 0.0
+    recompute: bool = False
 
     num_moe_experts: int | None = None
     moe_router_topk: int = 1
@@ -50,5 +55,7 @@ def transformer_config(settings: Settings) -> ModelConfig:
         context_parallel_size=settings.cp, sequence_parallel=settings.sequence_parallel,
         cuda_graph_impl=settings.cuda_graph, bf16=settings.bf16,
         params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
-        mtp_num_layers=settings.mtp or None, **experts,
+        mtp_num_layers=settings.mtp or None, vocabulary_size=settings.vocabulary_size,
+        untied=settings.untied or settings.value_head, dropout=settings.dropout,
+        recompute=settings.recompute, **experts,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ from pretrain.model.stages import Stage, as_replica, mark_shared_embedding
 from pretrain.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    TensorParallelModule,
-    VocabParallelEmbedding,
+    VocabParallelTable,
     enter_split_layers,
     mark_partial_gradients,
 )
@@ -62,21 +61,13 @@ class TransformerLayer(GraphableMegatronModule):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        init: ParameterInit,
-        number: int,
-        *,
-        groups: ProcessGroups,
-        dropout: float,
+        self, config: ModelConfig, init: ParameterInit, groups: ProcessGroups, number: int
     ) -> None:
         super().__init__(config)
         name = f"layers.{number}"
         device = init.device
         self.attention_norm = LayerNorm(config.hidden_size, device=device)
-        self.attention = SelfAttention(
-            config, init, f"{name}.attention", cp_group=groups.cp, dropout=dropout
-        )
+        self.attention = SelfAttention(config, init, f"{name}.attention", groups)
         self.feed_forward_norm = LayerNorm(config.hidden_size, device=device)
         name = f"{name}.feed_forward"
         self.feed_forward = (
@@ -84,7 +75,7 @@ class TransformerLayer(GraphableMegatronModule):
             if config.num_moe_experts
             else FeedForward(config, init, name)
         )
-        self.dropout = dropout
+        self.dropout = config.dropout
         if config.sequence_parallel:
             for norm in (self.attention_norm, self.feed_forward_norm):
                 mark_partial_gradients(norm.parameters())
@@ -113,20 +104,6 @@ class TransformerLayer(GraphableMegatronModule):
             return F.dropout(added, self.dropout)
 
 
-class OutputHead(TensorParallelModule):
-    """A separate weight for the logits, if the head is not tied to the embedding."""
-
-    shard_axes: ClassVar = {"weight": 0}
-    padded: ClassVar = ("weight",)
-
-    def __init__(
-        self, config: TransformerConfig, init: ParameterInit, vocabulary_size: int
-    ) -> None:
-        super().__init__(config, init)
-        shape = (vocabulary_size, config.hidden_size)
-        self.weight = init.shard("head.weight", shape, inner_init(config), axis=0)
-
-
 class GPT(MegatronModule):
     """Token ids of this rank's part of the sequences to logits of its part of the vocabulary.
 
@@ -137,48 +114,38 @@ class GPT(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        init: ParameterInit,
-        groups: ProcessGroups,
-        *,
-        vocabulary_size: int,
-        untied: bool,
-        dropout: float,
-        recompute: bool = False,
-        stage: Stage | None = None,
+        self, config: ModelConfig, init: ParameterInit, groups: ProcessGroups, stage: Stage
     ) -> None:
         super().__init__(config)
         self.pg_collection = groups
-        self.recompute = recompute
-        self.stage = stage = stage or Stage(range(config.num_layers))
+        self.recompute = config.recompute
+        self.stage = stage
         self.deferred: DeferredWeightGradient | None = None
         self.tp_group = groups.tp
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
         is_copy = stage.is_last and not stage.is_first
-        self.embedding: VocabParallelEmbedding | None = None
-        if stage.is_first or (is_copy and not untied):
-            self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
-            if not untied and not (stage.is_first and stage.is_last):
+        self.embedding: VocabParallelTable | None = None
+        if stage.is_first or (is_copy and not config.untied):
+            self.embedding = VocabParallelTable(config, init, "embedding")
+            if not config.untied and not (stage.is_first and stage.is_last):
                 mark_shared_embedding(self.embedding.weight, is_copy=is_copy)
         self.layers = torch.nn.ModuleList()
         for number in stage.layers:  # named as in the whole model
-            layer = TransformerLayer(config, init, number, groups=groups, dropout=dropout)
-            self.layers.add_module(str(number), layer)
+            self.layers.add_module(str(number), TransformerLayer(config, init, groups, number))
         self.final_norm: LayerNorm | None = None
-        self.output_layer: OutputHead | LinearForLastLayer | None = None
+        self.output_layer: VocabParallelTable | LinearForLastLayer | None = None
         self.mtp: PredictionAhead | None = None
         if not stage.is_last:
             return
         if config.mtp_num_layers:
-            more = TransformerLayer(config, init, config.num_layers, groups=groups, dropout=dropout)
+            more = TransformerLayer(config, init, groups, config.num_layers)
             self.mtp = PredictionAhead(config, init, more)
         self.final_norm = LayerNorm(config.hidden_size, device=init.device)
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())
-        if untied:
-            self.output_layer = OutputHead(config, init, vocabulary_size)
+        if config.untied:
+            self.output_layer = VocabParallelTable(config, init, "head")
 
     def forward(
         self,
@@ -249,7 +216,7 @@ class GPT(MegatronModule):
     def logit_weight(self) -> torch.nn.Parameter:
         """The weight of the output head over tokens. Raises TypeError if there is none."""
         owner = self.embedding if self.output_layer is None else self.output_layer
-        if isinstance(owner, VocabParallelEmbedding | OutputHead):
+        if isinstance(owner, VocabParallelTable):
             return owner.weight
         raise TypeError(f"the stage of layers {self.stage.layers} has no output head over tokens")
 

@@ -35,7 +35,7 @@ class PredictionAhead(MegatronModule):
         self.hidden_norm = LayerNorm(hidden, device=device)
         self.next_norm = LayerNorm(hidden, device=device)
         shape = (hidden, 2 * hidden)
-        self.projection = init.replica("mtp.projection", shape, inner_init(config))
+        self.projection = init.shard("mtp.projection", shape, inner_init(config), axis=None)
         self.final_norm = LayerNorm(hidden, device=device)
         if config.sequence_parallel:
             mark_partial_gradients(self.parameters())

@@ -62,11 +62,16 @@ class ParameterInit:
         return tensor
 
     def shard(
-        self, name: str, shape: tuple[int, ...], init: Init, *, axis: int
+        self, name: str, shape: tuple[int, ...], init: Init, *, axis: int | None
     ) -> torch.nn.Parameter:
-        """This tensor-parallel rank's slice along ``axis``. Rows of zeros pad the last rank."""
+        """This tensor-parallel rank's slice along ``axis``. Rows of zeros pad the last rank.
+
+        Without an axis the whole tensor, equal on all ranks.
+        """
         size = get_pg_size(self.tp_group)
         tensor = self.whole(name, shape, init)
+        if axis is None:
+            return torch.nn.Parameter(tensor.to(self.device))
         missing = round_up_to_nearest_multiple(shape[axis], size) - shape[axis]
         if missing:
             filler = torch.zeros(*shape[:axis], missing, *shape[axis + 1 :])
@@ -75,10 +80,6 @@ class ParameterInit:
         parameter = torch.nn.Parameter(mine.to(self.device))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis)
         return parameter
-
-    def replica(self, name: str, shape: tuple[int, ...], init: Init) -> torch.nn.Parameter:
-        """The whole tensor, equal on all ranks."""
-        return torch.nn.Parameter(self.whole(name, shape, init).to(self.device))
 
 
 def seed_streams(

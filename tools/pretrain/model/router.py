@@ -40,7 +40,7 @@ class Router(MegatronModule):
         self.number = number
         self.num_experts = config.num_moe_experts or 1
         shape = (self.num_experts, config.hidden_size)
-        self.weight = init.replica(f"{name}.weight", shape, inner_init(config))
+        self.weight = init.shard(f"{name}.weight", shape, inner_init(config), axis=None)
         if get_pg_size(groups.tp) > 1:  # each tp rank has a part of the experts' outputs
             mark_partial_gradients([self.weight])
 

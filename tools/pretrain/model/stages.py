@@ -13,10 +13,15 @@ import torch.distributed as dist
 
 from mcore.modules import MegatronModule, TransformerConfig, param_is_not_shared, unwrap_model
 from mcore.observe import log_on_each_pipeline_stage
-from mcore.parallel import ProcessGroups, get_pg_size
+from mcore.parallel import (
+    ProcessGroups,
+    copy_tensor_model_parallel_attributes,
+    get_pg_size,
+)
 from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor.param_flags import mark_param_shared
-from pretrain.model.experts import is_expert
+from pretrain.model.experts import is_expert, mark_expert
+from pretrain.model.tensor_parallel import has_partial_gradient, mark_partial_gradients
 
 _EMBEDDING = "shared_embedding"
 logger = logging.getLogger(__name__)
@@ -84,10 +89,15 @@ def is_shared_embedding(weight: torch.Tensor) -> bool:
     return bool(getattr(weight, _EMBEDDING, False))
 
 
-def copy_shared_mark(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the mark of a shared weight to its replacement."""
+def copy_marks(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy all marks of a parameter to its replacement."""
+    copy_tensor_model_parallel_attributes(target, source)
     if is_shared_embedding(source):
         mark_shared_embedding(target, is_copy=not param_is_not_shared(source))
+    if has_partial_gradient(source):
+        mark_partial_gradients([target])
+    if is_expert(source):
+        mark_expert([target])
 
 
 def as_replica(entry: ShardedTensor) -> ShardedTensor:

@@ -23,6 +23,7 @@ from mcore.parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mcore.parallel.checkpoint import make_sharded_tensors_for_checkpoint
+from pretrain.model.configuration import ModelConfig
 from pretrain.model.randomness import Init, ParameterInit, inner_init
 
 Offsets = Sequence[tuple[int, int, int]]
@@ -60,7 +61,21 @@ class TensorParallelModule(MegatronModule):
         return dict(sharded)
 
 
-class ColumnParallelLinear(TensorParallelModule):
+class _SplitLinear(TensorParallelModule):
+    """The weight ``[out, in]`` and the bias of a linear, split along ``shard_axes``."""
+
+    def __init__(
+        self, config: TransformerConfig, init: ParameterInit, name: str, sizes: tuple[int, int],
+        *, weight_init: Init,
+    ) -> None:  # fmt: skip
+        super().__init__(config, init)
+        shape, zeros = sizes[::-1], torch.nn.init.zeros_
+        axes = self.shard_axes
+        self.weight = init.shard(f"{name}.weight", shape, weight_init, axis=axes["weight"])
+        self.bias = init.shard(f"{name}.bias", shape[:1], zeros, axis=axes.get("bias"))
+
+
+class ColumnParallelLinear(_SplitLinear):
     """``[s, b, in]`` equal on all ranks to this rank's ``[s, b, out / tp]``.
 
     Forward has no communication. Backward sums the input gradient over the tp group. With sequence
@@ -69,27 +84,13 @@ class ColumnParallelLinear(TensorParallelModule):
 
     shard_axes: ClassVar = {"weight": 0, "bias": 0}
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        init: ParameterInit,
-        name: str,
-        sizes: tuple[int, int],
-        *,
-        weight_init: Init,
-    ) -> None:
-        super().__init__(config, init)
-        size_in, size_out = sizes
-        self.weight = init.shard(f"{name}.weight", (size_out, size_in), weight_init, axis=0)
-        self.bias = init.shard(f"{name}.bias", (size_out,), torch.nn.init.zeros_, axis=0)
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[s, b, in]`` to ``[s, b, out / tp]``."""
         hidden = enter_split_layers(hidden, self.tp_group, sequence_parallel=self.sequence_parallel)
         return F.linear(hidden, self.weight, self.bias)
 
 
-class RowParallelLinear(TensorParallelModule):
+class RowParallelLinear(_SplitLinear):
     """This rank's ``[s, b, in / tp]`` to ``[s, b, out]`` equal on all ranks.
 
     Forward sums over the tp group. Backward has no communication. The bias is added once. With
@@ -99,19 +100,8 @@ class RowParallelLinear(TensorParallelModule):
 
     shard_axes: ClassVar = {"weight": 1}
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        init: ParameterInit,
-        name: str,
-        sizes: tuple[int, int],
-        *,
-        weight_init: Init,
-    ) -> None:
-        super().__init__(config, init)
-        size_in, size_out = sizes
-        self.weight = init.shard(f"{name}.weight", (size_out, size_in), weight_init, axis=1)
-        self.bias = init.replica(f"{name}.bias", (size_out,), torch.nn.init.zeros_)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.sequence_parallel:
             mark_partial_gradients([self.bias])
 
@@ -124,18 +114,19 @@ class RowParallelLinear(TensorParallelModule):
         return whole + self.bias
 
 
-class VocabParallelEmbedding(TensorParallelModule):
-    """Token ids to vectors. The rows of the table are split over the tp group."""
+class VocabParallelTable(TensorParallelModule):
+    """A vector for each token id: an embedding, or the weight of an output head.
+
+    The rows of the table are split over the tp group.
+    """
 
     shard_axes: ClassVar = {"weight": 0}
     padded: ClassVar = ("weight",)
 
-    def __init__(
-        self, config: TransformerConfig, init: ParameterInit, vocabulary_size: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, init: ParameterInit, name: str) -> None:
         super().__init__(config, init)
-        shape = (vocabulary_size, config.hidden_size)
-        self.weight = init.shard("embedding.weight", shape, inner_init(config), axis=0)
+        shape = (config.vocabulary_size, config.hidden_size)
+        self.weight = init.shard(f"{name}.weight", shape, inner_init(config), axis=0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[s, b]`` ids to ``[s, b, h]`` vectors, or this rank's ``[s / tp, b, h]`` of them."""
@@ -167,7 +158,7 @@ def leave_split_layers(
     return reduce_from_tensor_model_parallel_region(partial, tp_group)
 
 
-def mark_partial_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+def mark_partial_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Mark gradients that cover only this tp rank's slice of the sequence."""
     for parameter in parameters:
         setattr(parameter, _MARK, True)

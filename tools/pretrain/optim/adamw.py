@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,15 @@ from mcore.tensor import (
 )
 from mcore.tensor.param_flags import param_is_not_shared
 from pretrain.model.experts import is_expert
+from pretrain.settings import Settings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingOptimizer(Protocol):
-    """The optimizer interface of the training loop. All ranks call each method together."""
+    """The optimizer of the training loop. All ranks call each method together."""
 
+    params: Sequence[torch.nn.Parameter]
     adamw: AdamW
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
@@ -44,27 +46,40 @@ class TrainingOptimizer(Protocol):
 
     def step(self, learning_rate: float, norm: torch.Tensor) -> None:
         """Update the parameters if ``norm`` is finite, and discard the gradients. Never waits."""
-        ...
+        self.adamw.step(learning_rate, norm)
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """The state for a checkpoint, sharded like the parameters of ``model_state``."""
+        """The states as ``optimizer.<name>.<key>``, sharded like the parameters of a model."""
+        places = {id(param): place for place, param in enumerate(self.params)}
+        state: dict[str, Any] = {}
+        for key, value in model_state.items():
+            if not isinstance(value, ShardedTensor) or id(value.data) not in places:
+                continue
+            for name, tensor in self.list_states(places[id(value.data)]):
+                new_key = f"optimizer.{name}.{key}"
+                state[new_key] = dataclasses.replace(
+                    value, key=new_key, data=tensor, dtype=tensor.dtype
+                )
+        return state
+
+    def list_states(self, place: int) -> Iterable[tuple[str, torch.Tensor]]:
+        """Name and tensor of all states of the parameter at a place."""
         ...
 
 
 class AdamW:
     """``torch.optim.AdamW`` over given weights. Decays weights of two or more dimensions."""
 
-    def __init__(self, weights: Sequence[torch.nn.Parameter], *, weight_decay: float) -> None:
+    def __init__(self, weights: Sequence[torch.nn.Parameter], settings: Settings) -> None:
         self.weights = weights
+        matrices = [weight for weight in weights if weight.dim() >= 2]
+        others = [weight for weight in weights if weight.dim() < 2]
+        groups: list[dict[str, Any]]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [
-                {"params": [w for w in weights if w.dim() >= 2], "weight_decay": weight_decay},
-                {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
-            ],
-            betas=(0.9, 0.95),
-            lr=0.0,
-            fused=True,
-        )
+            groups, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
+            weight_decay=settings.weight_decay, fused=True,
+        )  # fmt: skip
         for weight in weights:
             moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
             # The fused update counts on the weight's device.
@@ -93,28 +108,6 @@ class AdamW:
         """Name and tensor of each moment of a weight."""
         for name in _MOMENTS:
             yield name, self._adamw.state[weight][name]
-
-
-def shard_like_parameters(
-    model_state: dict[str, Any],
-    params: Iterable[torch.nn.Parameter],
-    tensors_of: Callable[[int], Iterable[tuple[str, torch.Tensor]]],
-) -> dict[str, Any]:
-    """Describe optimizer tensors as ``optimizer.<name>.<key>``, sharded like their parameters.
-
-    ``tensors_of`` yields name and tensor of all states of the parameter at a place.
-    """
-    places = {id(param): place for place, param in enumerate(params)}
-    state: dict[str, Any] = {}
-    for key, value in model_state.items():
-        if not isinstance(value, ShardedTensor) or id(value.data) not in places:
-            continue
-        for name, tensor in tensors_of(places[id(value.data)]):
-            new_key = f"optimizer.{name}.{key}"
-            state[new_key] = dataclasses.replace(
-                value, key=new_key, data=tensor, dtype=tensor.dtype
-            )
-    return state
 
 
 def clip_to_norm(

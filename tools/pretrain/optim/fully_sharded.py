@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,20 +14,16 @@ from mcore.modules import MegatronModule
 from mcore.parallel import (
     FSDPDistributedIndex,
     ProcessGroups,
-    copy_tensor_model_parallel_attributes,
     get_pg_size,
     resolve_submesh,
 )
 from mcore.tensor import to_local_if_dtensor
-from pretrain.model.experts import Experts, is_expert, mark_expert
+from pretrain.model.experts import Experts, is_expert
 from pretrain.model.gpt import TransformerLayer
-from pretrain.model.stages import chunks_of, copy_shared_mark, is_shared_embedding
-from pretrain.model.tensor_parallel import (
-    has_partial_gradient,
-    mark_partial_gradients,
-    sum_partial_gradients,
-)
-from pretrain.optim.adamw import AdamW, clip_to_norm, shard_like_parameters
+from pretrain.model.stages import chunks_of, copy_marks, is_shared_embedding
+from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
+from pretrain.optim.adamw import AdamW, TrainingOptimizer, clip_to_norm
+from pretrain.settings import Settings
 
 _SHARD, _OUTER, _TP = "dp_shard", "dp_outer", "tp"
 
@@ -76,15 +71,10 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
     for chunk in chunks_of(model):
         fully_shard(chunk, mesh=mesh, mp_policy=at_the_end if chunk.stage.is_last else policy)
     for name, param in model.named_parameters():  # fully_shard has replaced the parameters
-        copy_tensor_model_parallel_attributes(param, whole[name])
-        copy_shared_mark(param, whole[name])
-        if has_partial_gradient(whole[name]):
-            mark_partial_gradients([param])
-        if is_expert(whole[name]):
-            mark_expert([param])
+        copy_marks(param, whole[name])
 
 
-class FullyShardedOptimizer:
+class FullyShardedOptimizer(TrainingOptimizer):
     """Updates the fp32 shards of a rank. FSDP reduces their gradients.
 
     All ranks build it over their shards of the same model, after ``shard_model``, and call its
@@ -92,19 +82,14 @@ class FullyShardedOptimizer:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        groups: ProcessGroups,
-        index: FSDPDistributedIndex,
-        *,
-        weight_decay: float,
-        bf16: bool = False,
-    ) -> None:
+        self, model: MegatronModule, groups: ProcessGroups, index: FSDPDistributedIndex,
+        settings: Settings,
+    ) -> None:  # fmt: skip
         self.groups = groups
-        self.bf16 = bf16
+        self.bf16 = settings.bf16
         self.index = index
         self.params = [param for param in model.parameters() if param.requires_grad]
-        self.adamw = AdamW(self.params, weight_decay=weight_decay)
+        self.adamw = AdamW(self.params, settings)
         self._accumulated = 0
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
@@ -154,19 +139,12 @@ class FullyShardedOptimizer:
             ],
         )
 
-    def step(self, learning_rate: float, norm: torch.Tensor) -> None:
-        """Update the shards if the norm is finite."""
-        self.adamw.step(learning_rate, norm)
+    def list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The moments of the parameter at a place, and with bf16 its fp32 shard.
 
-    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Moments, sharded like their parameters.
-
-        With bf16 the entries equal those of layouts without FSDP: the fp32 weights are main
-        weights, next to the model's parameters, which the checkpoint rounds.
+        So the entries equal those of layouts without FSDP: the fp32 weights are main weights, next
+        to the model's parameters, which the checkpoint rounds.
         """
-        return shard_like_parameters(model_state, self.params, self._list_states)
-
-    def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self.bf16:
             yield "main", self.params[place].detach()
         yield from self.adamw.moments(self.params[place])

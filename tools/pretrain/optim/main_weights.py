@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore.parallel import ProcessGroups, copy_tensor_model_parallel_attributes, get_pg_size
+from mcore.parallel import ProcessGroups, get_pg_size
 from mcore.tensor import get_global_memory_buffer
-from pretrain.model.experts import is_expert, mark_expert
-from pretrain.model.stages import copy_shared_mark, is_shared_embedding
+from pretrain.model.experts import is_expert
+from pretrain.model.stages import copy_marks, is_shared_embedding
 from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
-from pretrain.optim.adamw import AdamW, clip_to_norm, shard_like_parameters
+from pretrain.optim.adamw import AdamW, TrainingOptimizer, clip_to_norm
+from pretrain.settings import Settings
 
 
-class MainWeightOptimizer:
+class MainWeightOptimizer(TrainingOptimizer):
     """Keeps fp32 weights for a model of any precision and updates both.
 
     All ranks build it over their slices of the same model and call its methods together. ``dp_cp``
@@ -24,16 +24,14 @@ class MainWeightOptimizer:
     share the gradient norm, ``tp_ep_pp`` ranks share the norm of experts.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, groups: ProcessGroups, *, weight_decay: float
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, groups: ProcessGroups, settings: Settings) -> None:
         self.groups = groups
         trained = [param for param in model.parameters() if param.requires_grad]
         # Experts first, then gradients to sum over tp: each kind is one piece of the bucket.
         order = sorted(trained, key=has_partial_gradient, reverse=True)
         self.params = sorted(order, key=is_expert, reverse=True)
         self.main = [_make_main_weight(param) for param in self.params]
-        self.adamw = AdamW(self.main, weight_decay=weight_decay)
+        self.adamw = AdamW(self.main, settings)
         pairs = zip(self.params, self.main, strict=True)
         several = (groups.dp_cp, groups.expt_dp, groups.tp, groups.pp)
         self._is_alone = all(param is main for param, main in pairs) and not any(
@@ -121,17 +119,14 @@ class MainWeightOptimizer:
 
     def step(self, learning_rate: float, norm: torch.Tensor) -> None:
         """Update the main weights if the norm is finite, and copy them into the model."""
-        self.adamw.step(learning_rate, norm)
+        super().step(learning_rate, norm)
         with torch.no_grad():
             for param, main in zip(self.params, self.main, strict=True):
                 if param is not main:
                     param.copy_(main)
 
-    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Main weights and moments, sharded like their parameters."""
-        return shard_like_parameters(model_state, self.params, self._list_states)
-
-    def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The main weight and the moments of the parameter at a place."""
         main = self.main[place]
         if main is not self.params[place]:
             yield "main", main.detach()
@@ -142,10 +137,7 @@ def _make_main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.dtype == torch.float32:
         return param
     main = torch.nn.Parameter(param.detach().float())
-    copy_tensor_model_parallel_attributes(main, param)
-    copy_shared_mark(main, param)
-    if is_expert(param):
-        mark_expert([main])
+    copy_marks(main, param)
     return main
 
 

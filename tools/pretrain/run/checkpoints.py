@@ -28,10 +28,14 @@ from mcore.parallel.checkpoint import (
 from pretrain.model.randomness import restore_streams, save_streams
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings
+from pretrain.settings import Settings, format_flag, read_settings
 from pretrain.usage import UsageError
 
 _NAME = re.compile(r"step_(\d+)")
+_SHAPE = (
+    "vocabulary_size", "hidden_size", "num_layers", "num_attention_heads", "untied", "value_head",
+    "experts", "mtp",
+)  # fmt: skip
 
 
 def latest_step(folder: RunFolder, option: str = "--resume") -> int:
@@ -93,27 +97,48 @@ def _find_first_problem(error: CheckpointingException) -> str:
     return re.split(r"; |\. (?=[A-Z])", (listed or lines)[0])[0]
 
 
+def find_weights(settings: Settings) -> Path:
+    """The checkpoint of ``--init-from``: a run's last, or the given one.
+
+    Raises UsageError if it has other weights than a model of the settings.
+    """
+    given, option = Path(settings.init_from), "--init-from"
+    is_run = (given / "config.json").exists()
+    run = given if is_run else given.absolute().parent.parent
+    stored = read_settings(run, option)
+    for name in _SHAPE:
+        theirs, ours = stored[name], getattr(settings, name)
+        if theirs != ours:
+            raise UsageError(
+                f"{option} {given}: its {format_flag(name)} is {theirs}, this run's {ours}: make "
+                "them equal"
+            )
+    return RunFolder(run).checkpoint(step_to_load(RunFolder(run), option)) if is_run else given
+
+
+def load_weights(model: MegatronModule, groups: ProcessGroups, path: Path) -> None:
+    """Load the weights of a checkpoint of any layout. Raises UsageError. Collective."""
+    metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}
+    state = model.sharded_state_dict(prefix="model.", metadata=metadata)
+    try:
+        load_sharded_state_dict(state, path, unexpected="ignore")
+    except CheckpointingException as error:
+        raise UsageError(f"cannot read {path} ({_find_first_problem(error)})") from None
+
+
+@dataclasses.dataclass(eq=False)
 class CheckpointedState:
     """Model, optimizer, counters and random streams of a run, as one sharded state.
 
     All ranks build it over their parts of the same run and call its methods together.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        model: MegatronModule,
-        optimizer: TrainingOptimizer,
-        train_state: TrainState,
-        groups: ProcessGroups,
-        device: torch.device,
-    ) -> None:
-        self.settings = settings
-        self.model = model
-        self.optimizer = optimizer
-        self.train_state = train_state
-        self.groups = groups
-        self.device = device
+    settings: Settings
+    model: MegatronModule
+    optimizer: TrainingOptimizer
+    train_state: TrainState
+    groups: ProcessGroups
+    device: torch.device
 
     def save(self, path: Path, *, async_: bool = False) -> SaveHandle | None:
         """Write a checkpoint. It becomes visible after all ranks have written their parts.

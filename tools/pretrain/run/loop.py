@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -14,14 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, training_log
-from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.model.stages import chunks_of
-from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run.saving import Saver, attempt, check_replicas
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings
 from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import interval_metrics, step_time, training_flops
@@ -78,37 +76,31 @@ class StopAgreement:
         return [int(fact) for fact in largest.tolist()]
 
 
+@dataclasses.dataclass(eq=False)
 class Loop:
     """Steps, logs, validation and checkpoints in order; all ranks run it together."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: RunFolder,
-        groups: ProcessGroups,
-        steps: Steps,
-        state: CheckpointedState,
-        observed: GlobalState,
-        watch: StragglerWatch,
-        mlflow: JobRun | None,
-        signal: Callable[[], int],
-    ) -> None:
-        self.settings = settings
-        self.folder = folder
-        self.groups = groups
-        self.steps = steps
-        self.saver = Saver(
-            folder, state, keep=settings.keep_last, in_background=settings.async_save
-        )
-        self.observed = observed
-        self.watch = watch
-        self.mlflow = mlflow
-        self.signal = signal
-        self.stop = StopAgreement(steps.device)
+    folder: RunFolder
+    steps: Steps
+    saver: Saver
+    observed: GlobalState
+    watch: StragglerWatch
+    mlflow: JobRun | None
+    signal: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self.settings = settings = self.steps.settings
+        self.groups = self.steps.groups
+        self.stop = StopAgreement(self.steps.device)
         self.skipped_in_a_row = 0
-        self.progress: TrainState = observed.train_state
+        self.progress: TrainState = self.observed.train_state
         self.first_step = self.progress.step
-        self.summary = Summary(folder, settings, first_step=self.first_step)
+        self.last_step = settings.train_iters
+        if settings.eval_only:
+            self.last_step = 0
+        elif settings.exit_after:
+            self.last_step = min(self.last_step, self.first_step + settings.exit_after)
+        self.summary = Summary(self.folder, settings, first_step=self.first_step)
         self.flops_per_step = training_flops(settings)
         self.totals: dict[str, Any] = {}
         self.report_memory = True
@@ -126,23 +118,31 @@ class Loop:
             lost = isinstance(ended, RunFolderError)
             with suppress(CheckpointingException) if lost else nullcontext():
                 self.saver.wait()
+            if isinstance(ended, DivergedError):
+                self._draw()
             self.observed.close(status_of(ended))
             self.watch.close()
             raise
-        if is_writer():
-            attempt(lambda: draw_run(self.folder, self.steps.objective), "draw the run")
+        self._draw()
         self.observed.close()
         self.watch.close()
 
+    def _draw(self) -> None:
+        if is_writer():
+            attempt(lambda: draw_run(self.folder, self.steps.objective), "draw the run")
+
     def print_summary(self) -> None:
         """Print the results and the paths of all files, on the rank that writes logs."""
+        self.summary.num_skipped = self.skipped_in_a_row
         if self.settings.cuda_graph != "none":
             self.summary.graphs = describe_graphs(self.steps.model)
         if is_writer():
             print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
 
     def _train(self) -> None:
-        last = self._find_last_step()
+        last = self.last_step
+        if self.settings.eval_only:
+            self._validate()
         self.observed.timers("interval-time", log_level=0).start()
         with progress_bar(self.settings, self.first_step) as bar:
             while self.progress.step < last:
@@ -192,10 +192,11 @@ class Loop:
 
     def _count_skipped(self, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if skipped and self.skipped_in_a_row == self.settings.max_skipped:
+        step, count = self.progress.step, self.skipped_in_a_row
+        if skipped and (count == self.settings.max_skipped or step == self.last_step):
+            steps = f"{count} steps in a row, to step {step}," if count > 1 else f"step {step}"
             raise DivergedError(
-                f"the gradients of {self.settings.max_skipped} steps in a row, to step "
-                f"{self.progress.step}, were not finite: try a lower --lr or --clip-grad"
+                f"the gradients of {steps} were not finite: try a lower --lr or --clip-grad"
             )
 
     def _flush(self) -> int:
@@ -210,15 +211,12 @@ class Loop:
             return _TROUBLE + (error.errno or errno.EIO)
         return self._read_signal()
 
-    def _find_last_step(self) -> int:
-        if not self.settings.exit_after:
-            return self.settings.train_iters
-        return min(self.settings.train_iters, self.first_step + self.settings.exit_after)
-
     def _run_step(self) -> None:
         progress = self.progress
         self.summary.start_step()
-        loss, norm, rate, skipped = self.steps.train_step(progress.step + 1)
+        loss, norm, rate, is_skipped = self.steps.train_step(progress.step + 1)
+        # The host waits here for the first time, when the device has the work of the whole step.
+        skipped = bool(is_skipped)
         self.summary.end_step()
         progress.step += 1
         progress.consumed_train_samples += self.settings.global_batch_size
@@ -229,24 +227,13 @@ class Loop:
         del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
         with above_the_bar():
             self.report_memory = training_log(
-                {self.steps.objective.loss_name: loss},
-                self.totals,
-                rate,
-                None,
-                1.0,
-                self.report_memory,
-                int(skipped),
+                {self.steps.objective.loss_name: loss}, self.totals, rate, None, 1.0,
+                self.report_memory, int(skipped),
                 norm,  # type: ignore[arg-type]  # any number, even a 0-d tensor
-                None,
-                None,
-                self.observed.cfg,
-                self.observed,
-                self.finished,
-                chunks_of(self.steps.model),
-                pg_collection=self.groups,
-                loaded_iteration=self.first_step,
-                seq_length=self.settings.seq_length,
-            )
+                None, None, self.observed.cfg, self.observed, self.finished,
+                chunks_of(self.steps.model), pg_collection=self.groups,
+                loaded_iteration=self.first_step, seq_length=self.settings.seq_length,
+            )  # fmt: skip
         self._log_job_metrics(loss, norm)
         self._count_skipped(skipped)
 
@@ -255,7 +242,7 @@ class Loop:
         metrics = step_time(self.finished)
         self.watch.end_step()
         step = self.progress.step
-        if step == self._find_last_step() or _is_due(step, self.settings.log_interval):
+        if step == self.last_step or _is_due(step, self.settings.log_interval):
             config = self.observed.cfg.model
             metrics |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
             self.watch.show(self.steps.objective.loss_name, loss, norm, metrics["step-time"])

@@ -25,8 +25,8 @@ class PipelineSteps(Steps):
     its last backward, while the other stages are still busy.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.chunks = chunks_of(self.model)
         self.pipeline = Pipeline(
             self.groups, chunks=len(self.chunks), device=self.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -18,10 +19,11 @@ from pretrain.corpus import run_on_all
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, surroundings, write_settings
+from pretrain.settings import Settings, format_flag, surroundings, write_settings
 from pretrain.usage import UsageError
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
     """Saves the state of a run, optionally in the background, and deletes old checkpoints.
 
@@ -29,21 +31,21 @@ class Saver:
     unfinished checkpoints of an earlier start.
     """
 
-    def __init__(
-        self, folder: RunFolder, state: CheckpointedState, *, keep: int, in_background: bool
-    ) -> None:
-        self.folder = folder
-        self.state = state
-        self.keep = keep
-        self.in_background = in_background
-        self._pending: SaveHandle | None = None
+    folder: RunFolder
+    state: CheckpointedState
+    _pending: SaveHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.keep = self.state.settings.keep_last
         if dist.get_rank() == 0:
-            attempt(lambda: remove_incomplete(folder.checkpoints), "delete unfinished checkpoints")
+            checkpoints = self.folder.checkpoints
+            attempt(lambda: remove_incomplete(checkpoints), "delete unfinished checkpoints")
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a step, or start to. Waits for the previous save."""
         self.wait()
-        self._pending = self.state.save(self.folder.checkpoint(step), async_=self.in_background)
+        in_background = self.state.settings.async_save
+        self._pending = self.state.save(self.folder.checkpoint(step), async_=in_background)
         if self._pending is None:
             self._delete_surplus()
 
@@ -100,19 +102,22 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
     )
 
 
-def write_config(settings: Settings, folder: RunFolder, text_checksum: int) -> None:
-    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it.
+def write_config(settings: Settings, folder: RunFolder, text_checksum: int, step: int) -> None:
+    """Write ``config.json`` on rank 0, and report the settings that this start changes.
 
-    One all-gather over the world.
+    Raises UsageError on all ranks if the disk refuses it. One all-gather over the world.
     """
 
     def write() -> None:
         facts = [("corpus_crc32", text_checksum), ("started_with", surroundings())]
         try:
-            write_settings(settings, folder.path, facts)
+            changes = write_settings(settings, folder.path, facts, step)
         except OSError as error:
             problem = f"cannot write config.json in {folder.path}: {error.strerror}"
             raise UsageError(problem) from None
+        for name, (old, new) in changes.items():
+            line = f"pretrain: from step {step + 1} on {format_flag(name)} is {new}, before {old}"
+            print(line, file=sys.stderr, flush=True)
 
     world = dist.group.WORLD
     run_on_all(write if dist.get_rank() == 0 else lambda: None, world)  # type: ignore[arg-type]

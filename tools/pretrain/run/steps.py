@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -14,53 +14,49 @@ from pretrain.model.mtp import loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.packing import copy_without_wait, part_of_batch
+from pretrain.run.schedule import learning_rate_at
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain.windows import Batch
 
 
+@dataclasses.dataclass(eq=False)
 class Steps:
     """Reads batches, runs the model on them and updates it. All ranks call it together."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        model: MegatronModule,
-        optimizer: TrainingOptimizer,
-        corpus: Corpus,
-        groups: ProcessGroups,
-        device: torch.device,
-        ranges: StepRanges,
-    ) -> None:
-        self.settings = settings
-        self.model = model
-        self.optimizer = optimizer
-        self.corpus = corpus
-        self.groups = groups
-        self.device = device
-        self.ranges = ranges
-        self.objective = objective_of(settings)
-        self.rows_per_rank = settings.global_batch_size // settings.dp
+    settings: Settings
+    model: MegatronModule
+    optimizer: TrainingOptimizer
+    corpus: Corpus
+    groups: ProcessGroups
+    device: torch.device
+    ranges: StepRanges
 
-    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, bool]:
-        """Forward, backward and update of one step. The results are equal on all ranks.
+    def __post_init__(self) -> None:
+        self._ahead: dict[tuple[int, int], Batch] = {}
+        self.objective = objective_of(self.settings)
+        self.rows_per_rank = self.settings.global_batch_size // self.settings.dp
 
-        Returns the mean loss of the global batch before the update, the gradient norm (both 0-d),
-        the learning rate, and whether the update was skipped because of non-finite gradients.
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+        """Forward, backward and update of one step, without a wait of the host for the device.
+
+        Returns the mean loss of the global batch before the update, the gradient norm, the learning
+        rate, and whether the update was skipped because of non-finite gradients. The tensors are
+        0-d and equal on all ranks.
         """
         settings = self.settings
         self.model.train()
         mean_loss = self.optimizer.reduce_gradients(self._forward_and_backward(step))
         self._share_over_stages(mean_loss)
         norm = self.optimizer.clip_gradients(settings.clip_grad)
-        rate = learning_rate_at(
-            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
-            train_iters=settings.train_iters,
-        )  # fmt: skip
+        rate = learning_rate_at(settings, step)
         with self.ranges.optimizer():
             self.optimizer.step(rate, norm)
-        # The host waits here for the first time, when the device has the work of the whole step.
-        return mean_loss, norm, rate, not bool(norm.isfinite())
+        if self.device.type != "cpu":  # the host prepares the next batches while the device works
+            with self.ranges.data():
+                places = [(step + 1, number) for number in range(settings.num_microbatches)]
+                self._ahead = {place: self._read_training_batch(*place) for place in places}
+        return mean_loss, norm, rate, norm.isfinite().logical_not()
 
     def _forward_and_backward(self, step: int) -> torch.Tensor:
         """Accumulate the gradients of all micro-batches of this rank. Returns the sum of losses."""
@@ -102,6 +98,8 @@ class Steps:
             dist.all_reduce(loss, group=self.groups.pp)
 
     def _read_training_batch(self, step: int, number: int) -> Batch:
+        if ahead := self._ahead.pop((step, number), None):
+            return ahead
         count = self.settings.rows_per_forward
         rows = self._select_rows(number * count, count)
         return self._prepare_batch(self.corpus.training_batch(self.settings, rows, step))
@@ -151,13 +149,3 @@ class Steps:
             output, batch, self.objective.losses, self.groups, self.settings.vocabulary_size
         )
         return loss + (more - more.detach())
-
-
-def learning_rate_at(
-    step: int, *, peak: float, final: float, warmup_iters: int, train_iters: int
-) -> float:
-    """Linear warm-up, then a half cosine to ``final``. ``step`` counts from 1."""
-    if step <= warmup_iters:
-        return peak * step / warmup_iters
-    progress = (step - warmup_iters) / max(1, train_iters - warmup_iters)
-    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

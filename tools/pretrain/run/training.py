@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -21,10 +22,10 @@ from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.model.stages import count_parameters, log_stages
-from pretrain.run.checkpoints import CheckpointedState
-from pretrain.run.loop import Loop
+from pretrain.run.checkpoints import CheckpointedState, find_weights, load_weights
+from pretrain.run.loop import DivergedError, Loop
 from pretrain.run.pipeline_steps import PipelineSteps
-from pretrain.run.saving import write_config
+from pretrain.run.saving import Saver, write_config
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
@@ -55,9 +56,13 @@ def train(
     """
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
-        with quiet:
-            loop = build_loop(settings, folder, device, resume, past_damage, mlflow, signal)
-            loop.run()
+        try:
+            with quiet:
+                loop = build_loop(settings, folder, device, resume, past_damage, mlflow, signal)
+                loop.run()
+        except DivergedError:
+            loop.print_summary()
+            raise
     loop.print_summary()
 
 
@@ -74,11 +79,14 @@ def build_loop(
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
     )
-    corpus = load_text(settings, folder.path, resume)
-    check_same_text(corpus, device, folder.path if resume is not None and settings.data else None)
+    known_text = None if settings.reset_data else resume
+    corpus = load_text(settings, folder.path, known_text)
+    check_same_text(corpus, device, known_text if settings.data else None)
     seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
+    if settings.init_from and resume is None:
+        load_weights(model, groups, find_weights(settings))
     optimizer = build_optimizer(settings, model, groups)
     get_moe_metrics_tracker().reset()
     get_mtp_metrics_tracker().reset()
@@ -86,7 +94,11 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    write_config(settings, folder, corpus.checksum)
+    if settings.reset_data:
+        progress.consumed_train_samples = 0
+    taken = progress.step * settings.global_batch_size
+    corpus = dataclasses.replace(corpus, surplus=progress.consumed_train_samples - taken)
+    write_config(settings, folder, corpus.checksum, progress.step)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting
@@ -99,7 +111,8 @@ def build_loop(
     observed = observe_run(settings, folder, progress, config, mlflow)
     count = count_parameters(model, groups)
     if is_writer():
-        print("\n".join(opening_lines(settings, count, corpus, device, folder)), flush=True)
+        lines = opening_lines(settings, count, corpus, device, folder, progress.step)
+        print("\n".join(lines), flush=True)
     if settings.pp > 1:
         log_stages(model, groups)
-    return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
+    return Loop(folder, steps, Saver(folder, state), observed, watch, mlflow, signal)

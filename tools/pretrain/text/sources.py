@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pretrain.run_folder import LOCK_NAME
 from pretrain.usage import UsageError
 
 _PIECE_BYTES = 1 << 20
+_CACHED = re.compile(r"[0-9a-f]{24}\.(bin|borders|json)(\..*\.partial)?$")
 
 
 def find_sources(data: str) -> list[Path]:
-    """The files of ``--data`` in sorted order. Hidden files of a folder are skipped."""
+    """The files of ``--data`` in sorted order.
+
+    Hidden files of a folder, runs and token caches are skipped.
+    """
     path = Path(data)
+    if path.exists() and not path.is_dir():
+        if not path.is_file():
+            raise UsageError(f"--data {data}: {path} is not a regular file")
+        return [path]
     if path.is_dir():
         inside = {one: one.relative_to(path).parts for one in path.rglob("*")}
         found = [one for one in inside if not any(part[0] == "." for part in inside[one])]
-    elif path.exists():
-        if not path.is_file():
-            raise UsageError(f"--data {data}: {path} is not a regular file")
-        found = [path]
     else:
         found = [Path(name) for name in glob.glob(data, recursive=True)]
-    files = sorted(one for one in found if one.is_file())
+    is_run = functools.cache(lambda folder: (folder / LOCK_NAME).exists())
+    files = [
+        one
+        for one in sorted(found)
+        if one.is_file() and not _CACHED.match(one.name) and not any(map(is_run, one.parents))
+    ]
     if not files:
-        raise UsageError(f"--data {data}: no file matches")
+        raise UsageError(f"--data {data}: no file matches, without the runs and caches of this job")
     return files
 
 
@@ -38,15 +52,24 @@ def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
     one record and a line break.
     """
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             yield from _read_records(file, path, field) if is_jsonl(path) else _read_lines(file)
-    except OSError as error:
-        raise UsageError(f"--data: cannot read {path}: {error.strerror}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise UsageError(f"--data: cannot read {path}: {problem}") from None
 
 
 def is_jsonl(path: Path) -> bool:
     """Whether each line of a file is a document."""
-    return path.suffix == ".jsonl"
+    return path.name.lower().removesuffix(".gz").endswith(".jsonl")
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a file, decompressed if its name ends with .gz."""
+    kind = path.suffix.lower()
+    if kind in (".zst", ".bz2", ".xz", ".zip"):
+        raise UsageError(f"--data: {path} is compressed: decompress it, or compress it with gzip")
+    return gzip.open(path) if kind == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def _read_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:

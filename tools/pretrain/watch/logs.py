@@ -37,28 +37,22 @@ def observe_run(
     """The state for ``training_log``. The last rank writes, the others have no sinks."""
     container = ConfigContainer(
         logger=LoggerConfig(
-            log_interval=settings.log_interval,
-            log_throughput=True,
-            log_throughput_to_tensorboard=True,
+            log_interval=settings.log_interval, log_throughput=True,
             throughput_window_size=max(2, settings.log_interval),
+            log_throughput_to_tensorboard=True, log_runtime_to_tensorboard=True,
             log_memory_to_tensorboard=settings.pp > 1,  # the maximum of all stages
-            log_runtime_to_tensorboard=True,
             runtime_time_unit="seconds",
             tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
-            run_dir=str(folder.path),
-            resume_step=train_state.step or None,
+            run_dir=str(folder.path), resume_step=train_state.step or None,
         ),
         train=TrainingConfig(
             micro_batch_size=settings.rows_per_forward,
-            global_batch_size=settings.global_batch_size,
-            train_iters=settings.train_iters,
-            num_microbatches=settings.num_microbatches,
-            data_parallel_size=settings.dp,
+            global_batch_size=settings.global_batch_size, train_iters=settings.train_iters,
+            num_microbatches=settings.num_microbatches, data_parallel_size=settings.dp,
         ),
-        model=model_config,
-        dataset=DatasetConfig(seq_length=settings.seq_length),
+        model=model_config, dataset=DatasetConfig(seq_length=settings.seq_length),
         data_parallel_size=settings.dp,
-    )
+    )  # fmt: skip
     state = GlobalState(cfg=container, train_state=train_state)
     if mlflow is not None:
         state.mlflow_logger = mlflow.logger

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -12,10 +11,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
-from mcore.observe import config_params, status_of
+from mcore.observe import config_params
 from mcore.observe.sinks import (
     MlflowConnection,
     MlflowRun,
@@ -33,8 +31,9 @@ _WAIT_AT_THE_END_S = 10.0
 _WAIT_WHEN_IT_FAILED_S = 2.0
 
 
+@dataclasses.dataclass(eq=False)
 class JobRun:
-    """The MLflow run of the logging rank. An exception in its ``with`` block marks it as failed.
+    """The MLflow run of the logging rank.
 
     After the logging rank was killed, MLflow shows the run as running until the next start.
 
@@ -50,50 +49,74 @@ class JobRun:
         is_starting: whether it is opening or sending queued metrics, which slows this rank's steps.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: RunFolder,
-        target: MlflowTarget,
-        first_step: int,
-        is_ours: Callable[[], bool],
-    ) -> None:
-        self.folder = folder
-        self.target = target
-        self.is_starting = True
-        opening = functools.partial(_open, settings, folder, target, first_step, time.time())
-        self.logger = MlflowRun(
-            functools.partial(self._connect, opening, is_ours), name=f"MLflow at {target.shown}"
-        )
+    settings: Settings
+    folder: RunFolder
+    target: MlflowTarget
+    first_step: int
+    is_ours: Callable[[], bool]
+    is_starting: bool = True
+
+    def __post_init__(self) -> None:
+        self._started_s = time.time()
+        self.logger = MlflowRun(self._connect, name=f"MLflow at {self.target.shown}")
         self.logger.closing_s = _WAIT_AT_THE_END_S
         self.logger.open_in_background()
 
-    def _connect(
-        self, opening: Callable[[Callable[[], bool]], MlflowConnection], is_ours: Callable[[], bool]
-    ) -> MlflowConnection:
+    def _connect(self) -> MlflowConnection:
         try:
-            connection = opening(is_ours)
+            connection = self._open()
         except Exception:
             self.is_starting = False  # the server is unreachable, and retries cost little
             raise
-        return dataclasses.replace(
-            connection, server=_Writer(connection.writer, is_ours, self._note_sent)
-        )
+        return dataclasses.replace(connection, server=_Writer(connection.writer, self))
 
-    def _note_sent(self) -> None:
-        self.is_starting = False
+    def _open(self) -> MlflowConnection:
+        """Continue the run whose id is in the folder if it still exists, else open a new run."""
+        # MLflow's telemetry thread changes the environment: a thread that copies it may crash.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
 
-    def __enter__(self) -> JobRun:
-        return self
+        folder, target = self.folder, self.target
+        if target.is_server:
+            TrackingServer(target.uri).check()
+        if target.is_own_file:
+            _make_database(folder, MlflowClient)
+        client = MlflowClient(target.uri)
+        run_id = _find_earlier_run(client, folder, target)
+        if client.get_experiment_by_name(_EXPERIMENT) is None:
+            place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
+            client.create_experiment(_EXPERIMENT, artifact_location=place)
+        run = open_mlflow(
+            _EXPERIMENT, folder.path.absolute().name, tracking_uri=target.uri,
+            params=None if run_id else config_params(self.settings), run_id=run_id,
+            only_new_steps=True,
+        )  # fmt: skip
+        self.check_ours()
+        if run_id is not None:
+            client.update_run(run_id, status="RUNNING")
+        _write_facts(folder, target, client.get_run(run.run_id).info)
+        self._send_earlier(run)
+        return run.open()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.end(status_of(error))
+    def _send_earlier(self, run: MlflowRun) -> None:
+        """Send metrics of earlier starts that MLflow lacks. Closes ``run``."""
+        metrics, received = self.folder.metrics, min(run.open().last_steps.values(), default=0)
+        for record in records_of(metrics) if metrics.exists() else ():
+            step = record.pop("step")
+            if not received < step <= self.first_step:
+                continue
+            values = {
+                mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()
+            }
+            run.log_metrics(values, step, time_s=self._started_s)
+        run.release()
+        if run.num_missing:
+            raise ConnectionError(f"{run.num_missing} values of earlier steps were not received")
+
+    def check_ours(self) -> None:
+        """Raise RuntimeError if a later start of the job has claimed the folder."""
+        if not self.is_ours():
+            raise RuntimeError("a later start of the job uses the run folder and the MLflow run")
 
     def end(self, status: str) -> None:
         """Send the remaining metrics and set the status, within seconds."""
@@ -121,69 +144,28 @@ def warn_like_the_job() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
-    sender = logging.getLogger("mcore.observe.sinks.delivery.sender")
-    sender.addFilter(lambda record: record.levelno < logging.ERROR)
-
-
-def _open(
-    settings: Settings,
-    folder: RunFolder,
-    target: MlflowTarget,
-    first_step: int,
-    started_s: float,
-    is_ours: Callable[[], bool],
-) -> MlflowConnection:
-    """Continue the run whose id is in the folder if it still exists, else open a new run."""
-    # MLflow's telemetry thread changes the environment, which can crash a thread that copies it.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    from mlflow.tracking import MlflowClient
-
-    if target.is_server:
-        TrackingServer(target.uri).check()
-    if target.is_own_file:
-        _make_database(folder, MlflowClient)
-    client = MlflowClient(target.uri)
-    run_id = _find_earlier_run(client, folder, target)
-    if client.get_experiment_by_name(_EXPERIMENT) is None:
-        place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
-        client.create_experiment(_EXPERIMENT, artifact_location=place)
-    run = open_mlflow(
-        _EXPERIMENT, folder.path.absolute().name, tracking_uri=target.uri,
-        params=None if run_id else config_params(settings), run_id=run_id, only_new_steps=True,
-    )  # fmt: skip
-    _check_ours(is_ours)
-    if run_id is not None:
-        client.update_run(run_id, status="RUNNING")
-    _write_facts(folder, target, client.get_run(run.run_id).info)
-    _send_earlier(run, folder, first_step, started_s)
-    return run.open()
+    # The summary names the values that have not arrived.
+    runs = logging.getLogger("mcore.observe.sinks.delivery.tracker_run")
+    runs.addFilter(lambda record: "have not arrived" not in str(record.msg))
 
 
 class _Writer:
     """Writes only while the job holds its folder: a frozen job may wake after a successor."""
 
-    def __init__(
-        self, writer: Any, is_ours: Callable[[], bool], note_sent: Callable[[], None]
-    ) -> None:
+    def __init__(self, writer: Any, job: JobRun) -> None:
         self._writer = writer
-        self._is_ours = is_ours
-        self._note_sent = note_sent
+        self._job = job
 
     def log_batch(self, run_id: str, metrics: Sequence[Any]) -> None:
-        _check_ours(self._is_ours)
+        self._job.check_ours()
         try:
             self._writer.log_batch(run_id, metrics=metrics)
         finally:
-            self._note_sent()
+            self._job.is_starting = False
 
     def set_terminated(self, run_id: str, status: str) -> None:
-        _check_ours(self._is_ours)
+        self._job.check_ours()
         self._writer.set_terminated(run_id, status)
-
-
-def _check_ours(is_ours: Callable[[], bool]) -> None:
-    if not is_ours():
-        raise RuntimeError("a later start of the job uses the run folder and the MLflow run")
 
 
 def _make_database(folder: RunFolder, client: Any) -> None:
@@ -212,20 +194,6 @@ def _find_earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> s
             return None
         raise
     return run_id if found.info.lifecycle_stage == "active" else None
-
-
-def _send_earlier(run: MlflowRun, folder: RunFolder, step: int, at_s: float) -> None:
-    """Send metrics of earlier starts up to a step that MLflow lacks. Closes ``run``."""
-    received = min(run.open().last_steps.values(), default=0)
-    for record in records_of(folder.metrics) if folder.metrics.exists() else ():
-        if not received < record["step"] <= step:
-            continue
-        values = {mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()}
-        del values["step"]
-        run.log_metrics(values, record["step"], time_s=at_s)
-    run.release()
-    if run.num_missing:
-        raise ConnectionError(f"{run.num_missing} values of earlier steps were not received")
 
 
 def _write_facts(folder: RunFolder, target: MlflowTarget, info: Any) -> None:

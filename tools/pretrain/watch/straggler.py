@@ -8,8 +8,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -85,6 +85,7 @@ class CpuWaits:
         return int(os.pread(self._file, 100, 0).split()[1]) / 1e6 if self._file >= 0 else 0.0
 
 
+@dataclass(eq=False)
 class StepRanges:
     """Context managers around the parts of a step.
 
@@ -95,45 +96,36 @@ class StepRanges:
     multiplies the rank's pass.
     """
 
-    def __init__(
-        self,
-        detector: StragglerDetector,
-        slow: SlowRank | None,
-        device: torch.device,
-        *,
-        in_step: bool = True,
-        waits: CpuWaits | None = None,
-    ) -> None:
-        self._detector = detector
-        self._waits = waits or CpuWaits(torch.device("meta"))
-        self._slow = slow
-        self._in_step = in_step
-        self._device = device
+    detector: StragglerDetector
+    slow: SlowRank | None
+    device: torch.device
+    in_step: bool = True
+    waits: CpuWaits | None = None
 
     @contextmanager
     def data(self) -> Iterator[None]:
         """Preparing the batch."""
-        with nvtx_range("data"), self._detector(bdata=True):
+        with nvtx_range("data"), self.detector(bdata=True):
             yield
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The model and its loss: the detector's ``compute`` time and the section ``forward``."""
-        if self._slow is None:
-            with self._detector, self._time_section("forward"):
+        if self.slow is None:
+            with self.detector, self._time_section("forward"):
                 yield
             return
-        is_slow = dist.get_rank() == self._slow.rank
-        with self._detector, self._time_section("forward"):
+        is_slow = dist.get_rank() == self.slow.rank
+        with self.detector, self._time_section("forward"):
             began = self._read_clock()
             yield
             took = self._read_clock() - began
-            if is_slow and not self._in_step:
-                time.sleep((self._slow.factor - 1.0) * took)
+            if is_slow and not self.in_step:
+                time.sleep((self.slow.factor - 1.0) * took)
             elif is_slow:
-                end = began + self._slow.factor * self._find_longest(took)
+                end = began + self.slow.factor * self._find_longest(took)
                 time.sleep(max(0.0, end - self._read_clock()))
-        if not self._in_step:
+        if not self.in_step:
             return
         if not is_slow:
             self._find_longest(took)
@@ -153,18 +145,19 @@ class StepRanges:
 
     @contextmanager
     def _time_section(self, name: str) -> Iterator[None]:
-        with nvtx_range(name), self._waits.during(name), self._detector.section(name):
+        waits = nullcontext() if self.waits is None else self.waits.during(name)
+        with nvtx_range(name), waits, self.detector.section(name):
             yield
 
     def _find_longest(self, seconds: float) -> float:
         """The longest time of all ranks. One all-reduce over the world."""
-        longest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        longest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
 
     def _read_clock(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
 

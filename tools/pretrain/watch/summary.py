@@ -17,30 +17,40 @@ from mcore.observe.runs import Run, draw_page
 from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
+from pretrain.run.checkpoints import has_checkpoint
+from pretrain.run.schedule import describe_schedule
 from pretrain.run_folder import RunFolder, replacing
 from pretrain.settings import Settings
+from pretrain.threads import choose_threads
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.straggler import StragglerWatch
 
 
 def opening_lines(
-    settings: Settings, num_parameters: int, corpus: Corpus, device: torch.device, folder: RunFolder
-) -> list[str]:
-    """The opening lines: model, layout, data, device and folder."""
+    settings: Settings, num_parameters: int, corpus: Corpus, device: torch.device,
+    folder: RunFolder, first_step: int = 0,
+) -> list[str]:  # fmt: skip
+    """The opening lines: model, layout, data, device, learning rate and folder."""
     ep = experts = ""
     if settings.experts:
         ep = f"-ep{settings.ep}"
         experts = f", {_format_count(settings.experts, 'expert')}, {settings.topk} for each token"
     kind = "bf16" if settings.bf16 else "fp32"
+    micro, accumulated = settings.num_microbatches, ""
+    if micro > 1:
+        accumulated = f", gradients accumulated over {micro} micro-batches"
     return [
         f"model            about {num_parameters / 1e6:.2f} M parameters, {kind}: "
         f"{_format_count(settings.num_layers, 'layer')} of {settings.hidden_size}, "
         f"{_format_count(settings.num_attention_heads, 'head')}{experts}",
         f"layout           {settings.layout}{ep} on {_format_count(settings.world_size, 'rank')}, "
         f"a global batch of {settings.global_batch_size} x {settings.seq_length}, "
-        f"{_format_count(settings.rows_per_forward, 'sequence')} a rank at once",
+        f"{_format_count(settings.rows_per_forward, 'sequence')} a rank at once{accumulated}",
         f"data             {corpus.description}",
-        f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
+        f"device           {device.type} on {socket.gethostname()}, "
+        f"{_format_count(torch.get_num_threads(), 'thread')} a rank ({choose_threads()[1]})",
+        f"learning rate    {describe_schedule(settings, first_step + 1)}",
+        f"run folder       {folder.path}",
     ]
 
 
@@ -57,6 +67,7 @@ class Summary:
         self.first_step = first_step
         self.seconds: list[float] = []  # of each step
         self.validation: float | None = None
+        self.num_skipped = 0  # of the last steps, because of gradients that were not finite
         self.graphs: str | None = None
         self._step_began = 0.0
 
@@ -74,16 +85,21 @@ class Summary:
         digits, unit = objective.digits, objective.unit
         curve = read_curve(self.folder.metrics, objective.loss_name)
         last = [value for _, value in curve[-self.settings.log_interval :]]
-        path = self.folder.path
-        more = ""
-        if self.first_step + len(self.seconds) >= self.settings.train_iters:
-            more = f" --train-iters {2 * self.settings.train_iters}"
         special, results, pages = [], [], []
+        if self.num_skipped:
+            steps = _format_count(self.num_skipped, "last step")
+            special.append(f"diverged         the gradients of {steps} were not finite")
         if self.settings.value_head:
             special.append(f"objective        {objective.description}")
         if self.graphs is not None:
             special.append(f"graphs           {self.graphs}")
-        # A start that finds the run finished has no results.
+        if curve:
+            steps = _format_count(len(last), "step")
+            results.append(
+                f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
+                f"{fmean(last):.{digits}f} over the last {steps} ({unit})"
+            )
+        # A start that finds the run finished has no other results.
         if self.validation is not None:
             results.append(f"validation loss  {self.validation:.{digits}f} {unit}")
         if self.seconds:
@@ -94,17 +110,27 @@ class Summary:
         if mlflow is not None:
             pages.append(f"MLflow           {mlflow.summary()}")
         return [
-            f"run folder       {path}",
+            f"run folder       {self.folder.path}",
             *special,
-            f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
-            f"{fmean(last):.{digits}f} over the last {_format_count(len(last), 'step')} ({unit})",
             *results,
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             f"run page         {self.folder.page}",
             *pages,
-            f"continue         {self.folder.resume_command}{more}",
+            self._format_next_command(),
         ]
+
+    def _format_next_command(self) -> str:
+        """The command that continues the run, or starts it anew if it has diverged too early."""
+        settings, lower = self.settings, ""
+        if self.num_skipped:
+            lower = f" --lr {settings.lr / 10:g} --min-lr {settings.min_lr / 10:g}"
+        if (self.num_skipped or settings.eval_only) and not has_checkpoint(self.folder):
+            config = shlex.quote(str(self.folder.path / "config.json"))
+            return f"start again      hatch run pretrain --config {config}{lower}"
+        if not lower and self.first_step + len(self.seconds) >= settings.train_iters:
+            lower = f" --train-iters {2 * settings.train_iters}"
+        return f"continue         {self.folder.resume_command}{lower}"
 
     def _format_speed(self) -> str:
         """The speed of the median step, which ignores the start of the run."""

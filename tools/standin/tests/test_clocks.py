@@ -1,4 +1,4 @@
-"""Wrong programs read poison, and the same programs with their waits read numbers."""
+"""Programs without a wait read poison or are refused, and with it they read numbers."""
 
 import math
 
@@ -12,19 +12,13 @@ def is_poison(tensor):
     return all(math.isnan(value) for value in tensor.cpu().tolist())
 
 
-def test_a_kernel_on_a_side_stream_reads_poison_without_a_wait(accelerator):
+def test_a_stream_reads_poison_until_it_has_waited_for_the_writer(accelerator):
     tensor, side = torch.ones(3, device=accelerator), torch.Stream(accelerator)
     with side:
         assert is_poison(tensor * 2)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        assert (tensor * 2).tolist() == [2.0] * 3
-
-
-def test_a_result_of_a_side_stream_is_poison_until_its_event(accelerator):
-    side = torch.Stream(accelerator)
-    with side:
-        made = torch.full((3,), 2.0, device=accelerator)
+        made = tensor * 2
         event = side.record_event()
         late = made.add(1)
     assert is_poison(made + 0)
@@ -35,79 +29,74 @@ def test_a_result_of_a_side_stream_is_poison_until_its_event(accelerator):
     assert (late + 0).tolist() == [3.0] * 3
 
 
-def test_in_place_results_of_poison_stay_poison(accelerator):
-    side, tensor = torch.Stream(accelerator), torch.ones(2, device=accelerator)
+OVERWRITTEN = {
+    "input": lambda tensor: tensor * 2,
+    "part of an input": lambda tensor: tensor[1:] * 2,
+    "result": lambda tensor: tensor.fill_(2),
+    "copied": lambda tensor: torch.ones(3, pin_memory=True).copy_(tensor, non_blocking=True),
+}
+OVERWRITERS = {
+    "in place": lambda tensor: tensor.add_(1),
+    "copy": lambda tensor: tensor.copy_(torch.ones(3), non_blocking=True),
+    "result": lambda tensor: torch.add(1, torch.ones_like(tensor), out=tensor),
+    "list": lambda tensor: torch._foreach_zero_([tensor]),
+}
+
+
+@pytest.mark.parametrize("use", OVERWRITTEN.values(), ids=OVERWRITTEN)
+@pytest.mark.parametrize("overwrite", OVERWRITERS.values(), ids=OVERWRITERS)
+def test_memory_that_another_stream_may_use_is_not_overwritten(accelerator, use, overwrite):
+    side, tensor = torch.Stream(accelerator), torch.ones(3, device=accelerator)
+    side.wait_stream(torch.accelerator.current_stream())
+    use(tensor)
+    with side, pytest.raises(RaceError, match=r"is changed at \S*test_clocks.py:\d+ while another"):
+        overwrite(tensor)
+    side.wait_stream(torch.accelerator.current_stream())
     with side:
-        tensor.add_(1)
-    torch.accelerator.synchronize()
-    assert is_poison(tensor)
+        overwrite(tensor)
+    assert is_poison(tensor + 0)
 
 
 def test_only_the_written_part_is_poison(accelerator):
     side, tensor = torch.Stream(accelerator), torch.zeros(4, device=accelerator)
-    side.wait_stream(torch.accelerator.current_stream())
+    torch.accelerator.synchronize()  # the host's knowledge is that of all later launches
+    tensor[:2].add_(1)
     with side:
-        tensor[2:].fill_(1)
+        tensor[2:].add_(1)
     values = (tensor + 0).tolist()
-    assert values[:2] == [0.0, 0.0]
+    assert values[:2] == [1.0, 1.0]
     assert all(map(math.isnan, values[2:]))
 
 
-def test_pinned_memory_is_poison_until_the_host_waits(accelerator):
-    pinned = torch.zeros(3, pin_memory=True)
-    assert pinned.is_pinned()
-    pinned.copy_(torch.ones(3, device=accelerator), non_blocking=True)
-    assert is_poison(pinned)
-    torch.accelerator.synchronize()
-    assert pinned.tolist() == [1.0] * 3
-    counts = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-    event = torch.Event(accelerator)
-    counts.copy_(torch.ones(2, dtype=torch.int64, device=accelerator), non_blocking=True)
-    event.record()
-    assert counts.tolist() == [-1, -1]
+@pytest.mark.parametrize(("dtype", "poison"), [(torch.float32, math.nan), (torch.int64, -1)])
+def test_pinned_memory_is_poison_until_the_host_waits(accelerator, dtype, poison):
+    pinned, pageable = torch.zeros(2, dtype=dtype, pin_memory=True), torch.zeros(2, dtype=dtype)
+    for host in (pageable, pinned):
+        host.copy_(torch.ones(2, dtype=dtype, device=accelerator), non_blocking=True)
+    event = torch.accelerator.current_stream().record_event()
+    assert pageable.tolist() == [1, 1]
+    assert pinned.tolist() == pytest.approx([poison] * 2, nan_ok=True)
     assert not event.query()
     assert event.query()
-    assert counts.tolist() == [1, 1]
+    assert pinned.tolist() == [1, 1]
+    assert (pinned.is_pinned(), pageable.is_pinned()) == (True, False)
 
 
-def test_pageable_memory_is_complete_at_once(accelerator):
-    host = torch.zeros(3)
-    host.copy_(torch.ones(3, device=accelerator), non_blocking=True)
-    assert host.tolist() == [1.0] * 3
-    assert not host.is_pinned()
-
-
-def test_a_pinned_source_must_not_change_before_the_copy(accelerator):
-    source = torch.ones(3).pin_memory()
-    copied = source.to(accelerator, non_blocking=True)
-    source.zero_()
-    with pytest.raises(RaceError, match=r"test_clocks.py:\d+"):
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_pinned_source_may_change_after_a_wait(accelerator, waits):
+    sources = torch.ones(3).pin_memory(), torch.ones(3)
+    copies = [source.to(accelerator, non_blocking=True) for source in sources]
+    if waits:
         torch.accelerator.synchronize()
-    pageable = torch.ones(3)
-    copied = pageable.to(accelerator, non_blocking=True)
-    pageable.zero_()
-    torch.accelerator.synchronize()
-    assert copied.tolist() == [1.0] * 3
-
-
-def test_a_pinned_source_may_change_after_a_wait(accelerator):
-    source = torch.ones(3).pin_memory()
-    copied = source.to(accelerator, non_blocking=True)
-    torch.accelerator.current_stream().record_event().synchronize()
-    source.zero_()
-    assert copied.tolist() == [1.0] * 3
-
-
-def test_the_host_carries_its_knowledge_to_other_streams(accelerator):
-    tensor, side = torch.ones(3, device=accelerator), torch.Stream(accelerator)
-    torch.accelerator.synchronize()
-    with side:
-        assert (tensor * 2).tolist() == [2.0] * 3
-
-
-def test_copies_between_devices_wait_for_both(accelerator):
-    there = torch.ones(3, device=accelerator).to("standin:1")
-    assert (there * 2).tolist() == [2.0] * 3
+    for source in sources:
+        source.zero_()
+    if waits:
+        assert [copied.tolist() for copied in copies] == [[1.0] * 3] * 2
+    else:
+        with pytest.raises(
+            RaceError, match=r"before its copy to the device, at .*test_clocks.py:\d+"
+        ):
+            torch.accelerator.synchronize()
 
 
 def test_times_need_events_that_were_reached(accelerator):
@@ -118,10 +107,8 @@ def test_times_need_events_that_were_reached(accelerator):
         first.elapsed_time(last)
     last.synchronize()
     assert first.elapsed_time(last) >= 0
-    untimed = torch.Event(accelerator)
-    untimed.record()
     with pytest.raises(ValueError, match="enable_timing"):
-        first.elapsed_time(untimed)
+        first.elapsed_time(torch.accelerator.current_stream().record_event())
     with pytest.raises(RuntimeError, match="does not match"):
         first.record(torch.Stream("standin:1"))
 

@@ -8,10 +8,14 @@ import torch
 from mcore.modules import (
     ConfigFieldError,
     GraphableMegatronModule,
+    GraphStateError,
     MegatronModule,
 )
 from mcore.modules.graphs import (
+    EagerGraphRunner,
     LocalGraphManager,
+    capture_graphs,
+    delete_graphs,
 )
 
 
@@ -188,3 +192,206 @@ def test_copies_have_a_new_manager(duplicate):
 def test_copies_share_the_runner(runner):
     layer = Layer(config_of(), graph_runner=runner)
     assert copy.deepcopy(layer).graph_runner is runner
+
+
+class Deep(GraphableMegatronModule):
+    def __init__(self, config):
+        super().__init__(config)
+        self.blocks = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+
+    def forward(self, hidden_states):
+        return self.blocks(hidden_states)
+
+
+def add_hook(layer):
+    return layer.blocks[0].register_forward_hook(lambda module, args, out: 2 * out).remove
+
+
+def add_pre_hook(layer):
+    return layer.blocks.register_forward_pre_hook(lambda module, args: None).remove
+
+
+def add_backward_hook(layer):
+    return layer.blocks[1].register_full_backward_hook(lambda module, before, after: None).remove
+
+
+def evaluate_child(layer):
+    layer.blocks[1].eval()
+    return layer.blocks[1].train
+
+
+def add_child(layer):
+    layer.blocks.append(torch.nn.Tanh())
+    return lambda: layer.blocks.pop(2)
+
+
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (add_hook, "blocks.0"),
+        (add_pre_hook, "blocks"),
+        (add_backward_hook, "blocks.1"),
+        (evaluate_child, "blocks.1"),
+        (add_child, "blocks.2"),
+    ],
+)
+def test_a_changed_module_below_a_captured_layer_is_refused(change, name, impl):
+    layer, inputs = Deep(config_of(cuda_graph_impl=impl, cuda_graph_warmup_steps=0)), x()
+    if impl == "transformer_engine":
+        capture_graphs([layer], 2, 1, runner=EagerGraphRunner())
+    layer(inputs).sum().backward()
+    undo = change(layer)
+    with pytest.raises(GraphStateError, match=f"^{name} of Deep"):
+        layer(inputs)
+    undo()
+    layer(inputs).sum().backward()
+    change(layer)
+    delete_graphs([layer])
+    if impl == "transformer_engine":
+        capture_graphs([layer], 2, 1, runner=EagerGraphRunner())
+    assert torch.equal(layer(inputs), layer.blocks(inputs))
+
+
+def test_a_hook_of_the_layer_itself_after_the_capture_is_refused():
+    layer, inputs = Deep(config_of()), x()
+    capture_graphs([layer], 2, 1, runner=EagerGraphRunner(strict=False))
+    for register in (
+        layer.register_forward_hook,
+        layer.register_forward_pre_hook,
+        layer.register_full_backward_hook,
+        layer.register_full_backward_pre_hook,
+    ):
+        handle = register(print)
+        with pytest.raises(GraphStateError, match="hooks, which a graph would leave out"):
+            layer(inputs)
+        handle.remove()
+    layer.setup_manual_hooks(lambda: lambda module: None)
+    layer.register_forward_pre_hook(print)  # manual hooks run in its place
+    assert torch.equal(layer(inputs), layer.blocks(inputs))
+
+
+def test_a_hook_of_a_layer_that_captures_itself_runs():
+    layer, inputs = Deep(config_of(cuda_graph_impl="local", cuda_graph_warmup_steps=0)), x()
+    layer(inputs).sum().backward()
+    assert layer.cudagraph_manager.num_graphs == 1
+    layer.register_forward_hook(lambda module, args, out: out + 1)
+    assert torch.equal(layer(inputs), layer.blocks(inputs) + 1)
+
+
+class LateWeightGrad(torch.autograd.Function):
+    """A projection whose weight gradient is computed by a later call."""
+
+    @staticmethod
+    def forward(ctx, x, owner):
+        ctx.owner = owner
+        ctx.save_for_backward(x)
+        return x @ owner.weight.detach().t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        [x] = ctx.saved_tensors
+        ctx.owner.waiting.append((x, grad))
+        return grad @ ctx.owner.weight.detach(), None
+
+
+class LateLinear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.waiting = []
+
+    def forward(self, x):
+        return LateWeightGrad.apply(x, self)
+
+    def backward_dw(self):
+        for x, grad in self.waiting:
+            new = grad.reshape(-1, 4).t() @ x.reshape(-1, 4)
+            self.weight.grad = new if self.weight.grad is None else self.weight.grad + new
+        self.waiting.clear()
+
+
+class LateExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared_experts, self.routed = LateLinear(), LateLinear()
+
+    def forward(self, x):
+        return self.shared_experts(x) + self.routed(x)
+
+    def backward_dw(self, routed_experts=True, shared_experts=False):
+        if routed_experts:
+            self.routed.backward_dw()
+        if shared_experts:
+            self.shared_experts.backward_dw()
+
+
+class LateLayer(GraphableMegatronModule):
+    def __init__(self, with_experts=True, **fields):
+        super().__init__(SimpleNamespace(**fields))
+        self.self_attention = LateLinear()
+        self.mlp = LateExperts() if with_experts else torch.nn.Identity()
+
+    def forward(self, hidden_states):
+        return self.mlp(torch.tanh(self.self_attention(hidden_states)))
+
+
+DELAYED = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+
+
+def test_delayed_weight_gradients_are_those_of_autograd():
+    layer = LateLayer(**DELAYED)
+    inputs = torch.randn(3, 2, 4, requires_grad=True)
+    layer.init_backward_dw_wrapper()
+    layer(inputs).square().sum().backward()
+    first, second, third = (p.detach().clone().requires_grad_() for p in layer.parameters())
+    hidden = torch.tanh(inputs.detach() @ first.t())
+    (hidden @ second.t() + hidden @ third.t()).square().sum().backward()
+    attention, experts = layer.self_attention, layer.mlp
+    assert attention.weight.grad is None
+    layer.backward_dw_wrapper.backward_dw()
+    assert torch.allclose(attention.weight.grad, first.grad, atol=1e-5)
+    assert torch.allclose(experts.shared_experts.weight.grad, second.grad, atol=1e-5)
+    assert experts.routed.weight.grad is None  # computed by the schedule
+    experts.backward_dw()
+    assert torch.allclose(experts.routed.weight.grad, third.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("field", DELAYED)
+def test_without_delayed_weight_gradients_there_is_no_wrapper(field):
+    layer = LateLayer(**{**DELAYED, field: False})
+    layer.init_backward_dw_wrapper()
+    assert layer.backward_dw_wrapper is None
+    with pytest.raises(GraphStateError, match=r"init_backward_dw_wrapper\(\) first"):
+        layer.set_te_cuda_graph_backward_dw_wrapper()
+
+
+def test_a_wrapper_needs_a_configuration_and_an_attention():
+    with pytest.raises(ValueError, match="has no configuration"):
+        GraphableMegatronModule(None).init_backward_dw_wrapper()
+    with pytest.raises(TypeError, match="self_attention"):
+        GraphableMegatronModule(SimpleNamespace(**DELAYED)).init_backward_dw_wrapper()
+
+
+def test_the_wrapper_replays_the_graph_of_the_microbatch_once():
+    layer, calls = LateLayer(with_experts=False, **DELAYED), []
+    layer.init_backward_dw_wrapper()
+    with pytest.raises(GraphStateError, match="no graphs"):
+        layer.set_te_cuda_graph_backward_dw_wrapper()
+    layer.self_attention.backward_dw = lambda: calls.append("eager")
+    layer.init_backward_dw_wrapper()
+    layer.cuda_graphs = [
+        SimpleNamespace(backward_dw=lambda: calls.append(0)),
+        SimpleNamespace(backward_dw=lambda: calls.append(1)),
+        SimpleNamespace(),  # captured without delayed gradients
+    ]
+    for microbatch in range(4):
+        layer.current_microbatch = microbatch
+        layer.set_te_cuda_graph_backward_dw_wrapper()
+        layer.backward_dw_wrapper.backward_dw()
+    layer.backward_dw_wrapper.backward_dw()
+    assert calls == [0, 1, "eager", 0, "eager"]
+    layer.cuda_graphs = []
+    del layer.self_attention.backward_dw
+    assert copy.deepcopy(layer).backward_dw_wrapper is None
+    assert pickle.loads(pickle.dumps(layer)).backward_dw_wrapper is None

@@ -356,7 +356,7 @@ def train(model, schedule, seed=0):
     return [x.grad for x in inputs] + [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def recomputed(runner, use_reentrant, in_flight, device):
+def recomputed(runner, use_reentrant, in_flight, device, after=torch.sin):
     """A layer and a plain one with its weights after steps in which both were recomputed."""
     torch.manual_seed(0)
     layer, plain = Residual(runner).to(device), Residual(None).to(device)
@@ -367,7 +367,7 @@ def recomputed(runner, use_reentrant, in_flight, device):
         x = torch.randn(2, 4, requires_grad=True, device=device)
         for model in (layer, plain):
             outputs = [
-                checkpoint(lambda x, run=model: run(x).sin(), x, **options)
+                checkpoint(lambda x, run=model: after(run(x)), x, **options)
                 for _ in range(in_flight)
             ]
             for out in outputs:
@@ -377,8 +377,10 @@ def recomputed(runner, use_reentrant, in_flight, device):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_a_recomputation_runs_as_its_forward_did(checked_runner, use_reentrant, in_flight):
-    layer, plain = recomputed(checked_runner, use_reentrant, in_flight, "cpu")
+@pytest.mark.parametrize("after", [torch.sin, torch.neg])
+def test_a_recomputation_runs_as_its_forward_did(checked_runner, use_reentrant, in_flight, after):
+    """With neg, which saves no tensor, it is repeated only when the layer's backward has begun."""
+    layer, plain = recomputed(checked_runner, use_reentrant, in_flight, "cpu", after)
     torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
     assert graphs_of(layer)
 

@@ -26,6 +26,9 @@ class FakeGraph:
     def reset(self):
         self.log.append("reset")
 
+    def backward_dw(self):
+        self.log.append("weight gradients")
+
 
 def fake_module(name, **members):
     module = ModuleType(name)
@@ -106,7 +109,12 @@ def specs_of(layers, slots, kwargs=None):
 
 def test_each_slot_is_captured_in_one_call(new_te):
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    runner = TEGraphRunner(fp8_enabled=True, fp8_weight_caching=True, fp8_recipe="recipe")
+    runner = TEGraphRunner(
+        fp8_enabled=True,
+        fp8_weight_caching=True,
+        fp8_recipe="recipe",
+        retain_graph_in_backward=True,
+    )
     graphs = runner.capture(specs_of(layers, 2), num_warmup_iters=5)
     assert len(graphs) == 4
     for call in new_te.calls:
@@ -121,6 +129,7 @@ def test_each_slot_is_captured_in_one_call(new_te):
     assert first["_reuse_graph_input_output_buffers"] is False
     assert (first["enabled"], first["cache_quantized_params"]) == (True, True)
     assert first["recipe"] == "recipe"
+    assert first["retain_graph_in_backward"] is True
     assert first["fp8_enabled"] is None
     assert first["sample_kwargs"] == ({}, {})
 
@@ -150,9 +159,11 @@ def test_graphs_get_the_control_and_keep_the_contract(new_te):
     out.sum().backward()
     with pytest.raises(GraphInputMismatch):
         graph(sample(2, 2))
+    graph.backward_dw()
     graph.reset()
     graph.reset()
-    assert new_te.log[3:] == ["reset"]
+    assert graph.backward_dw is None
+    assert new_te.log[3:] == ["weight gradients", "reset"]
 
 
 def test_arguments_unknown_to_an_old_version_are_left_out(monkeypatch):

@@ -588,3 +588,41 @@ def test_on_a_gpu_layers_captured_alone_share_memory_and_free_it():
     del model, run
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < before
+
+
+class Noise(torch.autograd.Function):
+    """The identity, whose gradient is drawn from the tracker."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with get_cuda_rng_tracker().fork():
+            return grad * torch.rand_like(grad)
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return Noise.apply(x)
+
+
+def test_a_backward_that_draws_gets_new_numbers_in_each_replay(cpu_graphs, seeded):
+    def gradients(run):
+        inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
+        for x in inputs:
+            run(x).sum().backward()
+        return [x.grad for x in inputs]
+
+    layer, x = Noisy(), torch.ones(2, 64, requires_grad=True)
+    seeded(use_cudagraphable_rng=True)
+    expected = gradients(layer)
+    assert not torch.equal(*expected)
+    seeded(use_cudagraphable_rng=True)
+    with preserved_state([layer], CPU):
+        [graph] = TorchGraphRunner(device=cpu_graphs).capture(
+            [GraphSpec(layer, layer.forward, (x.detach().clone().requires_grad_(),))]
+        )
+    for ours, theirs in zip(gradients(graph), expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,7 +1,9 @@
 """Runs as tables and charts, from files of real sinks."""
 
 import math
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mcore.observe.runs import log_slow_ranks
 from mcore.observe.runs.run_page import page_data
 from mcore.observe.runs.tables import Run
 from mcore.observe.terminal import sparkline
+from rank_testing.scripts import Script
 
 EVIL = "<b>\x1b[31m\u2028</script>"
 
@@ -219,3 +222,39 @@ def test_a_large_loss_is_not_infinite(tmp_path, capsys):
             log.log_step(loss)
     assert " loss: 2.000000E+300 |" in capsys.readouterr().out
     assert Run.read(tmp_path).curves["loss"] == {2: 3e300}
+
+
+def test_runs_are_compared_by_a_pattern(tmp_path, capsys):
+    for number in (1, 2, 3):
+        JsonlSink(tmp_path / f"lr-{number}" / "metrics.jsonl").log({"loss": float(number)}, 1)
+    JsonlSink(tmp_path / "other" / "metrics.jsonl").log({"loss": 9.0}, 1)
+    assert main(["compare", str(tmp_path / "lr-*"), str(tmp_path / "lr-1")]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split()[:5] == ["metric", "step", "lr-1", "lr-2", "lr-3"]
+    assert row.split()[:7] == ["loss", "1", "1", "2", "3", "+100.0%", "+200.0%"]
+    assert main(["compare", str(tmp_path / "oth*")]) == 1
+    assert "is one run: give two or more" in capsys.readouterr().err
+
+
+FOLLOW = """
+import sys
+from mcore.observe.__main__ import main
+sys.exit(main(["show", sys.argv[1], "--follow"]))
+"""
+
+
+def test_show_follows_a_run_until_ctrl_c(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"loss": 4.0}, 1)
+    looking = Script(FOLLOW, str(tmp_path), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    looking.wait_until_printed("loss    1-1", 300)
+    sink.log({"loss": 0.125}, 2)
+    looking.wait_until_printed("0.125", 300)
+    os.kill(looking.pid, signal.SIGINT)
+    done = looking.wait(60)
+    assert done.returncode == 128 + signal.SIGINT
+    tables = done.stdout.split("\n\n")
+    assert [table.splitlines()[1].split()[1:4] for table in tables] == [
+        ["1-1", "4", "4"],
+        ["1-2", "4", "0.125"],
+    ]

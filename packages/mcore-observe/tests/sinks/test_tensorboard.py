@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from mcore.observe import RunLog
 from mcore.observe.sinks.tensorboard import forget_later_events
 
 pytest.importorskip("tensorboard")
@@ -50,3 +51,33 @@ def test_a_file_without_later_steps_is_left_alone(folder):
     forget_later_events(folder, 5)
     assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
     forget_later_events(folder / "nothing", 5)
+
+
+def test_the_hparams_tab_shows_the_settings_and_all_scalars(tmp_path):
+    """Read by TensorBoard's own plugin."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import backend_context
+
+    with RunLog(tmp_path, batch_size=8, log_every=1, tensorboard=True) as log:
+        log.log_step({"loss": 2.5})
+        log.tracker("tensorboard").add_text("note", "live")
+        with pytest.raises(ValueError, match="no tracker 'wandb': set wandb_project"):
+            log.tracker("wandb")
+        with pytest.raises(ValueError, match="give one of"):
+            log.tracker("tensorbord")
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    multiplexer.Reload()
+    assert multiplexer.PluginRunToTagToContent("text")["."].keys() == {"note/text_summary"}
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+    context = backend_context.Context(TBContext(data_provider=provider))
+    asked = RequestContext()
+    metadata = context.hparams_metadata(asked, "")
+    shown = context.experiment_from_metadata(
+        asked, "", True, metadata, context.hparams_from_data_provider(asked, "")
+    )
+    sizes = [one for one in shown.hparam_infos if one.name == "train.micro_batch_size"]
+    assert [value.string_value for one in sizes for value in one.domain_discrete.values] == ["8"]
+    assert "loss" in {one.name.tag for one in shown.metric_infos}

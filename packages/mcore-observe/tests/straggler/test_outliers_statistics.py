@@ -8,8 +8,8 @@ import torch
 from mcore.observe.straggler.outliers import (
     relative_scores,
     row_extremes,
-    row_medians,
 )
+from mcore.observe.straggler.verdict import row_medians
 
 NAN = math.nan
 

@@ -28,11 +28,10 @@ import torch
 from mcore.observe import Outlier, SectionStats, StragglerReport
 from mcore.observe.straggler.server.controller import StragglerController
 from mcore.observe.straggler.server.routes import ControllerState
+from mcore.observe.straggler_command.__main__ import main
 from mcore.observe.straggler_command.client import Address, AnswerError, Client, read_token
-from mcore.observe.straggler_command.command import main
-from mcore.observe.straggler_command.screen import Poller, text_of
 from mcore.observe.straggler_command.snapshot import NUM_KEPT, JobSnapshot, refresh
-from mcore.observe.straggler_command.table import format_text, verdict
+from mcore.observe.straggler_command.table import Poller, format_text, text_of, verdict
 from rank_testing import free_port
 
 COMMAND = [sys.executable, "-m", "mcore.observe.straggler_command"]
@@ -215,7 +214,7 @@ def test_a_verdict_names_each_slow_rank_once_with_all_that_it_is_slow_in(start):
 def test_low_clocks_and_throughputs_are_the_bad_ones(start):
     job = start(report_of((1.0, 1.0), sensors={"clock_mhz": (1980.0, 900.0)}))
     snapshot = refresh(client_of(job.address), JobSnapshot("", "clock_mhz"))
-    assert [row.rank for row in snapshot.rows(5)] == [1, 0]
+    assert [row["rank"] for row in snapshot.rows(5)] == [1, 0]
 
 
 def test_history_is_of_the_reports_seen_and_starts_again_with_the_job(start):
@@ -225,16 +224,16 @@ def test_history_is_of_the_reports_seen_and_starts_again_with_the_job(start):
     for at in range(1, NUM_KEPT + 5):
         publish(job.state, report_of((10.0, 11.0 + at), unix_time=1000.0 + at))
         snapshot = refresh(client, refresh(client, snapshot))  # two requests, one report
-    recent = snapshot.rows(1)[0].recent
+    recent = snapshot.rows(1)[0]["recent"]
     assert recent == tuple(11.0 + at for at in range(5, NUM_KEPT + 5))
     job.close()
     gone = refresh(client, snapshot)
     assert "refused" in gone.error
     assert (gone.rows(1), gone.slow) == (snapshot.rows(1), ())
     again = start(report_of((20.0, 30.0), unix_time=2000.0), port=job.port)
-    assert refresh(client, gone).rows(1)[0].recent == (30.0,)
+    assert refresh(client, gone).rows(1)[0]["recent"] == (30.0,)
     publish(again.state, report_of((20.0, 30.0, 40.0), unix_time=2001.0))  # other ranks
-    assert refresh(client, refresh(client, gone)).rows(1)[0].recent == (40.0,)
+    assert refresh(client, refresh(client, gone)).rows(1)[0]["recent"] == (40.0,)
 
 
 def test_switching_and_asking_need_the_token_and_take_it_from_a_file_or_the_environment(

@@ -87,10 +87,10 @@ def test_largest_learning_rate_is_shown_once_by_the_last_rank():
 
 
 def memory_differs():
-    from mcore.observe.training_log import step_values
+    from mcore.observe.training_log import log
 
     reports = [{"peak": 1.0, "retries": 3}, {"peak": 2.0, "retries": 1}]
-    step_values.report_memory = lambda keys: reports[dist.get_rank()]
+    log.report_memory = lambda keys: reports[dist.get_rank()]
     state = make_state(log_memory_to_tensorboard=True)
     return log_step(state, groups=SimpleNamespace(pp=dist.group.WORLD))
 

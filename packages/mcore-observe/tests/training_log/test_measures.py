@@ -144,9 +144,7 @@ def test_energy_of_a_gpu_for_a_step(make_state, log_step, printed_line, world_of
 def test_energy_counts_from_the_first_step(make_state, log_step, monkeypatch):
     readings = iter([1000, 4000])
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        "mcore.observe.reports.energy._open_nvml_reader", lambda: lambda: next(readings)
-    )
+    monkeypatch.setattr("mcore.observe.reports._open_nvml_reader", lambda: lambda: next(readings))
     sink = MemorySink()
     state, totals = make_state(step=1, sinks=[sink], log_energy=True), {}
     for step in range(1, 6):

@@ -22,6 +22,8 @@ from mcore.parallel.checkpoint import (
     ShardedObject,
     ShardedTensor,
     is_main_replica,
+    load_sharded_state_dict,
+    save_sharded_state_dict,
 )
 
 
@@ -288,3 +290,14 @@ def test_entries_are_copied_but_not_pickled(entry: Any, tmp_path: Path) -> None:
 def test_descriptions_without_data_are_pickled() -> None:
     entry = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2)).without_data()
     assert pickle.loads(pickle.dumps(entry)) == entry
+
+
+def test_entries_of_megatron_are_refused_with_the_conversion(tmp_path: Path) -> None:
+    theirs = type("ShardedTensor", (), {"__module__": "megatron.core.dist_checkpointing.mapping"})
+    save_sharded_state_dict({"model": 1}, tmp_path / "a")
+    for state in ({"model": {"w": theirs()}}, {"model": [theirs()]}):
+        with pytest.raises(CheckpointingException, match="from_megatron_sharded_state_dict"):
+            save_sharded_state_dict(state, tmp_path / "b", weights_only=False)
+        with pytest.raises(CheckpointingException, match="from_megatron_sharded_state_dict"):
+            load_sharded_state_dict(state, tmp_path / "a")
+    assert not (tmp_path / "b").exists()

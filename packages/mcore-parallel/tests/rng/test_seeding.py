@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcore.parallel import ProcessGroups, use_process_groups
 from mcore.parallel.rng import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from mcore.parallel.rng.seeding import rng_stream_seeds
+from mcore.parallel.rng.shared import rng_stream_seeds
 
 pytestmark = pytest.mark.usefixtures("no_tracker_yet")
 

@@ -127,3 +127,11 @@ def test_launches_and_allocations_of_scaled_copies(accelerator):
             scale(wide, narrow, scaled_by, flag)
         with launches(at_most=4, allocations=3):
             scale(narrow, wide, scaled_by, flag)
+
+
+def test_squares_of_float64_are_not_narrowed(accelerator):
+    """1e30 squared overflows float32."""
+    tensors = [torch.full((3,), 1e30, dtype=torch.float64, device=accelerator)]
+    for per_tensor in (False, True):
+        norm, _ = local_multi_tensor_l2_norm(CHUNK, None, [tensors], per_tensor)
+        torch.testing.assert_close(norm.cpu(), torch.full((1,), 3**0.5 * 1e30))

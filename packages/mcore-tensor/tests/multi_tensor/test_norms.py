@@ -464,3 +464,13 @@ def test_a_gpu_norm_launches_few_kernels():
         return sum(event.device_type == on_gpu for event in profile.events())
 
     assert num_kernels(ours) <= num_kernels(alone) + 4
+
+
+def test_squares_of_float64_are_not_narrowed_while_traced():
+    """1e30 squared overflows float32."""
+    rows = torch.full((2, 3), 1e30, dtype=torch.float64)
+    for per_tensor in (False, True):
+        found = torch.func.vmap(
+            lambda row, each=per_tensor: local_multi_tensor_l2_norm(1, None, [[row]], each)[0]
+        )(rows)
+        torch.testing.assert_close(found, torch.full((2, 1), 3**0.5 * 1e30))

@@ -530,3 +530,18 @@ def test_a_nested_tensor_is_refused():
     ):
         with pytest.raises(TypeError, match=r"tensor_lists\[0\]\[0\] is a nested tensor"):
             call()
+
+
+def test_a_narrow_destination_on_the_memory_of_its_source():
+    """70,000 elements: such long tensors are not packed."""
+    source = torch.arange(70_000.0)
+    destination = source.view(torch.bfloat16)[:70_000]
+    expected = (source * 2).bfloat16()
+    scale([source], [destination], 2.0)
+    assert torch.equal(destination, expected)
+
+
+def test_other_strides_on_the_memory_of_the_source_are_no_multiplication_in_place():
+    source = torch.arange(90_000.0).view(300, 300)
+    with pytest.raises(RuntimeError, match="memory location"):
+        scale([source], [source.t()], 2.0)

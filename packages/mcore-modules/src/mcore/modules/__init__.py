@@ -1,32 +1,22 @@
 """Megatron modules: configuration, precision, graphs, sharded state dicts and value heads."""
 
 from mcore.modules._version import __version__
-from mcore.modules.config import TransformerConfig, is_using_quantization_scales
-from mcore.modules.embeddings import untie_embeddings
-from mcore.modules.errors import (
-    AttributeNotFoundError,
+from mcore.modules.config import (
     ConfigFieldError,
-    GraphInputMismatch,
-    GraphStateError,
-    ModelListError,
+    TransformerConfig,
+    init_method_normal,
+    is_using_quantization_scales,
+    mup_scaled_init_method_normal,
+    scaled_init_method_normal,
 )
 from mcore.modules.float16 import Float16Module
-from mcore.modules.fp32_marks import (
-    convert_module_to_dtype_except_fp32_marked,
-    keep_in_fp32,
-    mark_keep_in_fp32,
-)
 from mcore.modules.freezing import (
     _freeze_parameter_if_present,
     freeze_moe_router,
     freeze_parameters,
 )
 from mcore.modules.graphs.graphable import GraphableMegatronModule
-from mcore.modules.init_methods import (
-    init_method_normal,
-    mup_scaled_init_method_normal,
-    scaled_init_method_normal,
-)
+from mcore.modules.graphs.runner import GraphInputMismatch, GraphStateError
 from mcore.modules.last_layer import (
     LinearForLastLayer,
     _register_linear_for_last_layer_mapping,
@@ -45,14 +35,19 @@ from mcore.modules.precision import (
     _FLOAT_TYPES,
     _HALF_TYPES,
     conversion_helper,
+    convert_module_to_dtype_except_fp32_marked,
     float16_to_fp32,
     fp32_to_float16,
+    keep_in_fp32,
+    mark_keep_in_fp32,
 )
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.value_head import create_value_head_hook, make_value_model
+from mcore.modules.value_head import create_value_head_hook, make_value_model, untie_embeddings
 from mcore.modules.wrappers import (
+    AttributeNotFoundError,
     ModelHook,
     ModelList,
+    ModelListError,
     ModelType,
     _ensure_model_list,
     ensure_model_list,

@@ -1,17 +1,16 @@
-"""The configuration of a transformer, and access to fields of any configuration object."""
+"""The configuration of a transformer, initial weights, and fields of any configuration object."""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
-
-from mcore.modules.errors import ConfigFieldError
-from mcore.modules.init_methods import init_method_normal, scaled_init_method_normal
 
 __all__ = [
     "TransformerConfig",
@@ -22,6 +21,19 @@ __all__ = [
 InitMethod = Callable[[torch.Tensor], Any]
 GraphImpl = Literal["none", "local", "transformer_engine", "full_iteration"]
 SymmetricAllReduce = Literal["two_shot", "one_shot", "multimem_all_reduce"]
+
+
+class ConfigFieldError(AttributeError, ValueError):
+    """A configuration object lacks a field that is needed and has no default.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> try:
+        ...     read_field(SimpleNamespace(), "hidden_size")
+        ... except ConfigFieldError as error:
+        ...     print(error)
+        SimpleNamespace has no field 'hidden_size', and there is no default for it. Set it
+    """
 
 
 class _Missing:
@@ -187,7 +199,7 @@ class TransformerConfig:
             if value is not None or name not in _OPTIONAL_SIZES:
                 _require_int(name, value, least=1)
         _require_int("cuda_graph_warmup_steps", self.cuda_graph_warmup_steps, least=0)
-        for name, choices in _CHOICES.items():
+        for name, choices in FIELD_CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown. Choose from {list(choices)}")
@@ -201,17 +213,13 @@ class TransformerConfig:
                     f"{first}={getattr(self, first)!r} excludes "
                     f"{second}={getattr(self, second)!r}. Choose one"
                 )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(
-                f"sequence_parallel={self.sequence_parallel!r} needs tensor_model_parallel_size "
-                "> 1, got 1"
-            )
-        num_virtual = self.virtual_pipeline_model_parallel_size
-        if num_virtual is not None and self.pipeline_model_parallel_size == 1:
-            raise ValueError(
-                f"virtual_pipeline_model_parallel_size={num_virtual} needs "
-                "pipeline_model_parallel_size > 1, got 1"
-            )
+        for name, size in (
+            ("sequence_parallel", "tensor_model_parallel_size"),
+            ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"),
+        ):
+            value = getattr(self, name)
+            if value and getattr(self, size) == 1:
+                raise ValueError(f"{name}={value!r} needs {size} > 1, got 1")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not divisible by "
@@ -306,7 +314,7 @@ _SIZES = (
     "context_parallel_size",
     *_OPTIONAL_SIZES,
 )
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+FIELD_CHOICES: dict[str, tuple[str | None, ...]] = {
     "fp8": ("e4m3", "hybrid", None),
     "fp4": ("e2m1", None),
     "symmetric_ar_type": (*get_args(SymmetricAllReduce), None),
@@ -336,3 +344,107 @@ def is_switched_on(value: object) -> bool:
         return value not in (None, False, "", 0)
     except (RuntimeError, TypeError, ValueError):
         return True  # a comparison without a truth value, as for a tensor
+
+
+def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that fills a tensor from N(0, sigma).
+
+    Args:
+        sigma: The standard deviation, >= 0.
+
+    Returns:
+        A picklable ``f(tensor)`` that writes in place and returns the tensor. Any shape (also
+        empty), floating dtype and device (also meta). It draws from the default generator of the
+        tensor's device. ``f.keywords["std"]`` is the standard deviation.
+
+    Raises:
+        ValueError: ``sigma`` is negative, not finite or not a number.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.empty(2, 3)
+        >>> init_method_normal(0.02)(weight) is weight
+        True
+    """
+    return _fill_from_normal(_check_std(sigma))
+
+
+def scaled_init_method_normal(
+    sigma: float, num_layers: int, multiplier: float = 2.0
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that fills a tensor from N(0, sigma / sqrt(multiplier * num_layers)).
+
+    For the layers that write to the residual stream. The default multiplier is for two of them in
+    a transformer layer and keeps the stream's variance independent of the depth (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", section 2.3).
+
+    Args:
+        sigma: The standard deviation before scaling, >= 0.
+        num_layers: The number of transformer layers, >= 1.
+        multiplier: Residual branches per layer, > 0.
+
+    Returns:
+        As for :func:`init_method_normal`.
+
+    Raises:
+        ValueError: An argument is out of range or not a number.
+
+    Example:
+        >>> scaled_init_method_normal(0.02, 8).keywords["std"]
+        0.005
+    """
+    return _fill_from_normal(_scale_std(sigma, num_layers, multiplier))
+
+
+def mup_scaled_init_method_normal(
+    sigma: float, num_layers: int, width_mult: float, multiplier: float = 2.0
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function like :func:`scaled_init_method_normal` for maximal update parametrisation.
+
+    The standard deviation is ``sigma / sqrt(multiplier * num_layers * width_mult)`` (Yang et al.,
+    "Tensor Programs V", table 8: hidden weights shrink with the root of the width).
+
+    Args:
+        sigma: The standard deviation of the base model, >= 0.
+        num_layers: The number of transformer layers, >= 1.
+        width_mult: Width of this model divided by that of the base model, > 0.
+        multiplier: Residual branches per layer, > 0.
+
+    Returns:
+        As for :func:`init_method_normal`.
+
+    Raises:
+        ValueError: An argument is out of range or not a number.
+
+    Example:
+        >>> mup_scaled_init_method_normal(0.02, 2, width_mult=4.0).keywords["std"]
+        0.005
+    """
+    std = _scale_std(sigma, num_layers, multiplier)
+    return _fill_from_normal(std / math.sqrt(_check_positive("width_mult", width_mult)))
+
+
+def _fill_from_normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(torch.nn.init.normal_, mean=0.0, std=std)
+
+
+def _scale_std(sigma: float, num_layers: int, multiplier: float) -> float:
+    if not isinstance(num_layers, Integral) or isinstance(num_layers, bool) or num_layers < 1:
+        raise ValueError(f"num_layers is {num_layers!r}. Pass a whole number >= 1")
+    return _check_std(sigma) / math.sqrt(_check_positive("multiplier", multiplier) * num_layers)
+
+
+def _check_std(sigma: float) -> float:
+    if not _is_finite_number(sigma) or sigma < 0:
+        raise ValueError(f"sigma is {sigma!r}. Pass a finite standard deviation >= 0")
+    return float(sigma)
+
+
+def _check_positive(name: str, value: float) -> float:
+    if not _is_finite_number(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}. Pass a finite number > 0")
+    return float(value)
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

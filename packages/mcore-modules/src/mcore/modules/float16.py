@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
-from mcore.modules.errors import ConfigFieldError
-from mcore.modules.fp32_marks import (
+from mcore.modules.config import ConfigFieldError, is_switched_on, read_field
+from mcore.modules.module import MegatronModule
+from mcore.modules.precision import (
     convert_module_to_dtype_except_fp32_marked,
+    float16_to_fp32,
+    fp32_to_float16,
     keeping_dtype_of_marked,
     record_fp32_marks,
     restore_precision,
     stamp_fp32_marks,
 )
-from mcore.modules.module import MegatronModule
-from mcore.modules.precision import float16_to_fp32, fp32_to_float16
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.wrappers import find_in_wrapped_models
+from mcore.modules.wrappers import find_group, find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
-from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
+from mcore.parallel.process_groups import ProcessGroups
 from mcore.tensor.dtensor import is_dtensor
-from mcore.versioning.signatures import signature_of
+from mcore.versioning.signatures import positional_names
 
 _NAME = "module"
 _CHILD = f"{_NAME}."  # the prefix of keys of the module inside a wrapper
@@ -81,8 +80,6 @@ class Float16Module(MegatronModule):
         (torch.bfloat16, torch.float32)
     """
 
-    module: torch.nn.Module
-
     def __init__(
         self,
         config: Any,
@@ -106,9 +103,15 @@ class Float16Module(MegatronModule):
         self._kept_positions: tuple[int, ...] = ()
         of_module = find_in_wrapped_models(module, "pg_collection")
         self.pg_collection = of_module if pg_collection is None else pg_collection
-        self._pp_rank, self._pp_size = _find_pipeline_rank(
-            config, pp_group, pg_collection, of_module, get_default_process_groups()
-        )
+        if pp_group is None:
+            pp_group = find_group("pp", module, pg_collection)
+        stages = read_field(config, "pipeline_model_parallel_size", None) or 1
+        if pp_group is None and stages > 1:
+            raise ValueError(
+                f"pipeline_model_parallel_size is {stages} and no pipeline group is given, so the "
+                "first and the last stage are unknown. Pass pp_group or a pg_collection with pp"
+            )
+        self._pp_rank, self._pp_size = get_pg_rank(pp_group), get_pg_size(pp_group)
         if vp_stage is None:
             vp_stage = find_in_wrapped_models(module, "vp_stage")
         if vp_size is None:
@@ -149,9 +152,9 @@ class Float16Module(MegatronModule):
         self._set_stage(self._vp_stage, value)
 
     def _set_stage(self, vp_stage: int | None, vp_size: int | None) -> None:
-        flags = stage_flags(self._pp_rank, self._pp_size, vp_stage, vp_size)
+        is_first, is_last = stage_flags(self._pp_rank, self._pp_size, vp_stage, vp_size)
         self._vp_stage, self._vp_size = vp_stage, vp_size
-        self._casts_inputs, self._casts_outputs = flags
+        self._casts_inputs, self._casts_outputs = is_first, is_last
 
     def set_input_tensor(self, input_tensor: Any) -> Any:
         """Pass the previous pipeline stage's output to the wrapped module.
@@ -189,7 +192,10 @@ class Float16Module(MegatronModule):
             if not isinstance(name, str):
                 raise TypeError(f"a name is a {type(name).__name__}. Pass names of arguments")
         self.no_cast_kwargs |= set(names)
-        arguments = _list_positional_arguments(self.module)
+        try:
+            arguments = positional_names(self.module.forward)
+        except (TypeError, ValueError):  # no signature
+            arguments = []
         self._kept_positions = tuple(
             place for place, name in enumerate(arguments) if name in self.no_cast_kwargs
         )
@@ -341,16 +347,6 @@ class Float16Module(MegatronModule):
         stamp_fp32_marks(self.module)
 
 
-def _list_positional_arguments(module: torch.nn.Module) -> list[str]:
-    """Return the names of forward's arguments that may be passed by position."""
-    try:
-        parameters = signature_of(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in by_position]
-
-
 def _choose_precision(config: object) -> tuple[bool, bool]:
     fp16, bf16 = read_field(config, "fp16", None), read_field(config, "bf16", None)
     if fp16 is None and bf16 is None:
@@ -361,21 +357,6 @@ def _choose_precision(config: object) -> tuple[bool, bool]:
     if chosen[0] == chosen[1]:
         raise ValueError(f"fp16={fp16!r} and bf16={bf16!r}: exactly one of them must be true")
     return chosen
-
-
-def _find_pipeline_rank(
-    config: object, pp_group: Any, *collections: ProcessGroups | None
-) -> tuple[int, int]:
-    for collection in collections:
-        if pp_group is None:
-            pp_group = getattr(collection, "pp", None)
-    wanted = read_field(config, "pipeline_model_parallel_size", 1)
-    if pp_group is None and wanted is not None and wanted > 1:
-        raise ValueError(
-            f"pipeline_model_parallel_size is {wanted} and no pipeline group is given, so the "
-            "first and the last stage are unknown. Pass pp_group or a pg_collection with pp"
-        )
-    return get_pg_rank(pp_group), get_pg_size(pp_group)
 
 
 def _accept_both_spellings(
@@ -466,16 +447,9 @@ class _NamesInside(dict[str, str]):
         return super().get(name, default)
 
 
-class StageFlags(NamedTuple):
-    """Whether a model chunk has the model's inputs, and whether it has the model's outputs."""
-
-    is_first: bool
-    is_last: bool
-
-
 def stage_flags(
     pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
-) -> StageFlags:
+) -> tuple[bool, bool]:
     """Return whether a model chunk is the first and the last. ValueError if out of range.
 
     In an interleaved schedule the first pipeline rank has the model's first chunk, and the last
@@ -494,4 +468,4 @@ def stage_flags(
             + (f"Pass 0 to {chunks - 1}" if chunks > 1 else "Pass None or 0, or a vp_size")
         )
     is_last = pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1
-    return StageFlags(is_first=pp_rank == 0 and chunk == 0, is_last=is_last)
+    return pp_rank == 0 and chunk == 0, is_last

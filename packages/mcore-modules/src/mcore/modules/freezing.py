@@ -147,7 +147,7 @@ def _iterate_parts(chunk: Any) -> Iterator[Any]:
     pending: list[Any] = list(iter_wrapped_models(chunk))
     while pending:
         part = pending.pop()
-        if part is None or id(part) in seen:
+        if id(part) in seen:
             continue
         seen.add(id(part))
         if isinstance(part, (list, tuple)):
@@ -155,10 +155,7 @@ def _iterate_parts(chunk: Any) -> Iterator[Any]:
         elif isinstance(part, (torch.nn.Module, SimpleNamespace)):
             yield part
             pending.extend(getattr(part, "_modules", {}).values())
-            held = vars(part).values()
-            pending.extend(
-                one for one in held if isinstance(one, (SimpleNamespace, list, torch.nn.Module))
-            )
+            pending.extend(vars(part).values())
 
 
 def _find_routing_parameters(part: Any) -> Iterator[torch.Tensor]:

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from mcore.modules.traversal import copy_sharing_groups
 from mcore.parallel.groups import comm_device, get_pg_size
 from mcore.parallel.process_groups import get_tensor_model_parallel_group_if_none
-from mcore.parallel.regions import (
-    gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
-)
+from mcore.parallel.regions import gather_from_sequence_parallel_region
 from mcore.parallel.torch_compat import is_distributed
 from mcore.versioning import internal_api
 
@@ -59,14 +57,6 @@ class LinearForLastLayer(torch.nn.Linear):
         (torch.Size([4, 2]), None)
     """
 
-    sequence_parallel: bool
-    init_method: Callable[[torch.Tensor], Any] | None
-    perform_initialization: bool
-    dropout: torch.nn.Dropout
-    output_in_fp32: bool
-    tp_group: Any
-    check_shapes: bool
-
     def __init__(
         self,
         input_size: int,
@@ -86,17 +76,16 @@ class LinearForLastLayer(torch.nn.Linear):
         if not (isinstance(dropout, Real) and 0 <= dropout <= 1):
             raise ValueError(f"dropout is {dropout!r}. Pass a probability, 0 to 1")
         # Before the constructor of Linear, which calls reset_parameters.
-        self.sequence_parallel = bool(sequence_parallel)
-        self.init_method = init_method
-        self.perform_initialization = perform_initialization
+        self.sequence_parallel: bool = bool(sequence_parallel)
+        self.init_method: Callable[[torch.Tensor], Any] | None = init_method
+        self.perform_initialization: bool = perform_initialization
         super().__init__(input_size, output_size, bias=bias, device=device, dtype=dtype)
-        self.dropout = torch.nn.Dropout(float(dropout))
-        self.output_in_fp32 = output_in_fp32
-        self.tp_group = tp_group
-        self.check_shapes = check_shapes
+        self.dropout: torch.nn.Dropout = torch.nn.Dropout(float(dropout))
+        self.output_in_fp32: bool = output_in_fp32
+        self.tp_group: Any = tp_group
+        self.check_shapes: bool = check_shapes
         # Marks the weight as replicated for other tools.
         self.tensor_model_parallel = False
-        self.register_load_state_dict_post_hook(_stamp_loaded)
 
     def reset_parameters(self) -> None:
         """Fill weight and bias like the constructor, for a module built on the meta device."""
@@ -153,19 +142,18 @@ class LinearForLastLayer(torch.nn.Linear):
             )
         if get_pg_size(group) == 1:
             return logits
-        if not self.check_shapes:
-            return _gather_from_sequence_parallel_region(logits, False, group)
-        # The maximum of -length is minus the smallest length: one reduction finds both.
-        length = logits.shape[0]
-        extremes = torch.tensor([length, -length], device=comm_device(group))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        longest, shortest = extremes[0].item(), -extremes[1].item()
-        if longest != shortest:
-            raise ValueError(
-                f"this rank has a sequence slice of length {length}, but the lengths in the group "
-                f"are {shortest} to {longest}. Pad all slices to the same length"
-            )
-        return _gather_from_sequence_parallel_region(logits, False, group)
+        if self.check_shapes:
+            # The maximum of -length is minus the smallest length: one reduction finds both.
+            length = logits.shape[0]
+            extremes = torch.tensor([length, -length], device=comm_device(group))
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+            longest, shortest = extremes[0].item(), -extremes[1].item()
+            if longest != shortest:
+                raise ValueError(
+                    f"this rank has a sequence slice of length {length}, but the lengths in the "
+                    f"group are {shortest} to {longest}. Pad all slices to the same length"
+                )
+        return gather_from_sequence_parallel_region(logits, False, group)
 
     def _stamp(self) -> None:
         if self.sequence_parallel:
@@ -196,10 +184,6 @@ class LinearForLastLayer(torch.nn.Linear):
     def extra_repr(self) -> str:
         """Return the text that ``repr`` shows after the class name."""
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
-
-
-def _stamp_loaded(head: LinearForLastLayer, _: Any) -> None:
-    head._stamp()
 
 
 @internal_api

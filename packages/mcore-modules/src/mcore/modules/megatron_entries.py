@@ -20,13 +20,15 @@ def to_megatron_sharded_state_dict(state_dict: Any) -> Any:
 
     Args:
         state_dict: Nested dicts, lists and tuples. Entries of this package in them are converted,
-            with the local shard of a DTensor. Everything else is returned unchanged.
+            with the local shard of a DTensor. Everything else, also an entry of Megatron-LM, is
+            returned unchanged.
 
     Returns:
         The same structure. ``data`` is the live tensor.
 
     Raises:
         RuntimeError: megatron-core is not installed.
+        ValueError: An entry has a value that this release of megatron-core cannot store.
 
     Example:
         >>> to_megatron_sharded_state_dict({"step": 3})
@@ -39,7 +41,10 @@ def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
     """Return a sharded state dict whose entries are those of this package.
 
     For ``save_sharded_state_dict`` and ``load_sharded_state_dict`` of :mod:`mcore.parallel` with
-    modules of Megatron-LM in a model. No communication.
+    modules and optimizers of Megatron-LM. No communication.
+
+    A factory becomes the entries that it builds. After a load, pass the result and ``state_dict``
+    to Megatron-LM's ``apply_factory_merges``, which puts their tensors together.
 
     Args:
         state_dict: Nested dicts, lists and tuples. Entries of Megatron-LM in them are converted.
@@ -49,8 +54,8 @@ def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
         The same structure. ``data`` is the live tensor.
 
     Raises:
-        ValueError: An entry is a factory. Call Megatron-LM's ``apply_factories`` first.
-        CheckpointingException: An entry is inconsistent or flattened.
+        ValueError: An entry is a flattened range, as optimizers of megatron-core before 0.16 make.
+        CheckpointingException: An entry is inconsistent.
 
     Example:
         >>> from_megatron_sharded_state_dict({"step": 3})
@@ -88,6 +93,13 @@ def _convert_to_megatron(leaf: Any) -> Any:
     values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
     if is_dtensor(leaf.data):
         values["data"] = leaf.data.to_local()
+    known = {field.name for field in fields(kind)}
+    lost = [name for name in values.keys() - known if values.pop(name)]
+    if lost:
+        raise ValueError(
+            f"key {leaf.key!r}: this release of megatron-core has no {', '.join(lost)}. Save the "
+            "state dict with mcore.parallel.checkpoint.save_sharded_state_dict"
+        )
     return kind(**values)
 
 
@@ -97,11 +109,15 @@ def _convert_from_megatron(leaf: Any) -> Any:
         return leaf
     if "LocalNonpersistentObject" in kinds:
         return LocalNonpersistentObject(leaf.unwrap())
-    name = next((name for name in _ENTRY_CLASSES if name in kinds), None)
-    if name is None:
+    if "ShardedTensorFactory" in kinds:
+        return _convert_entries(leaf.build(), _convert_from_megatron)
+    if getattr(leaf, "flattened_range", None) is not None:
         raise ValueError(
-            f"the entry {getattr(leaf, 'key', '')!r} is a {type(leaf).__name__}. Resolve it with "
-            "megatron.core.dist_checkpointing.mapping.apply_factories() before"
+            f"key {leaf.key!r}: the entry is a flattened range {leaf.flattened_range} of a tensor, "
+            "and here an entry is a box. Choose a format of Megatron's optimizer without flattened "
+            "ranges, such as fully_reshardable"
         )
-    kind: Any = _ENTRY_CLASSES[name]
-    return kind(**{field.name: getattr(leaf, field.name) for field in fields(kind)})
+    kind: Any = next(_ENTRY_CLASSES[name] for name in _ENTRY_CLASSES if name in kinds)
+    # A field that another release of megatron-core lacks has its default.
+    given = {field.name for field in fields(kind)} & {field.name for field in fields(leaf)}
+    return kind(**{name: getattr(leaf, name) for name in given})

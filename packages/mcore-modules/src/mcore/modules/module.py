@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
+from mcore.modules.config import FIELD_CHOICES, is_switched_on, read_field
 from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
 from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
 
 _Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-_SYMMETRIC_AR_CHOICES = (*get_args(SymmetricAllReduce), None)
 
 
 class MegatronModule(torch.nn.Module):
@@ -167,8 +166,9 @@ class MegatronModule(torch.nn.Module):
             >>> module.symmetric_ar_type
             'one_shot'
         """
-        if set_to not in _SYMMETRIC_AR_CHOICES:
-            raise ValueError(f"set_to={set_to!r} is unknown. Choose {list(_SYMMETRIC_AR_CHOICES)}")
+        choices = FIELD_CHOICES["symmetric_ar_type"]
+        if set_to not in choices:
+            raise ValueError(f"set_to={set_to!r} is unknown. Choose {list(choices)}")
         for module in iter_modules(self):
             if has_plain_attribute(module, "symmetric_ar_type"):
                 module.symmetric_ar_type = set_to  # type: ignore[assignment]

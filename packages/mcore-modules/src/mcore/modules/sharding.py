@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.traversal import attribute_or_none, iter_modules
+from mcore.modules.traversal import attribute_or_none, iter_modules, look_inside_megatron
 from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -37,7 +37,8 @@ def sharded_state_dict_of(
     itself. A child without it is replicated as a whole, or walked in the same way if a module below
     it has the method, such as a ModuleList of layers. A child under two names has both keys, as in
     ``state_dict``. Keys do not contain the names that torch.compile and the wrappers of
-    torch for checkpointing and FSDP insert. No communication.
+    torch for checkpointing and FSDP insert, and no ``module.`` for wrappers of Megatron-LM. No
+    communication.
 
     Args:
         module: Any module. Its ``sharded_state_dict`` is not called.
@@ -62,7 +63,11 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _check_offsets(sharded_offsets)
-    ensure_params_ready(module.parameters())
+    module = look_inside_megatron(module)
+    # Without parameters(), which builds all names: a fifth of the time of the whole call.
+    ensure_params_ready(
+        param for each in iter_modules(module) for param in each._parameters.values()
+    )
     return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
 
 
@@ -176,6 +181,7 @@ class _Walk:
         return self._entries
 
     def _add(self, child: torch.nn.Module, path: str) -> None:
+        child = look_inside_megatron(child)
         if _is_self_describing(child):
             if self._is_walked(child):
                 self.visit(child, path)

@@ -1,4 +1,4 @@
-"""Value heads, and hooks that add them to a model's last stage."""
+"""Value heads, hooks that add them to a model's last stage, and untied embeddings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.modules.embeddings import clear_ties
-from mcore.modules.fp32_marks import keep_in_fp32
 from mcore.modules.last_layer import LinearForLastLayer, _register_linear_for_last_layer_mapping
-from mcore.modules.traversal import has_own_attribute
+from mcore.modules.precision import keep_in_fp32
+from mcore.modules.traversal import has_own_attribute, iter_modules
 from mcore.modules.wrappers import (
     ModelList,
     configured_size,
@@ -24,6 +23,8 @@ from mcore.modules.wrappers import (
     refuse_data_parallel,
 )
 from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
+
+_HAS_OUTPUT = "get_output_embeddings"  # the method by which models of transformers are known
 
 
 def create_value_head_hook(
@@ -109,7 +110,7 @@ def create_value_head_hook(
         # Before the first change: an unknown group or path must leave the model as it was.
         groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
         owners = [_find_owner(chunk, output_layer_path) for chunk in last]
-        clear_ties(chunks)
+        _clear_ties(chunks)
         for chunk, group, (owner, name) in zip(last, groups, owners, strict=True):
             head = _make_like(owner, name, chunk, make, group, fp32_head)
             if broadcast_init:
@@ -140,6 +141,76 @@ def make_value_model(
         1
     """
     return create_value_head_hook(hidden_size, sequence_parallel, **options)
+
+
+def untie_embeddings(model: Any) -> ModelList:
+    """Give output layers separate weights if they share the weight of the embedding.
+
+    Clears ``share_embeddings_and_output_weights`` on every module that has it: the output weight
+    is then saved under a separate key, and its gradient is no longer added to that of the
+    embedding. Also clears ``tie_word_embeddings`` in the configurations of models with
+    ``get_output_embeddings()``, as in transformers. If embedding and output are on one stage, the
+    output layer gets a copy of the embedding's weight. Call it on all pipeline stages, before the
+    model is wrapped for data parallelism. No communication.
+
+    Args:
+        model: A model or a list of chunks.
+
+    Returns:
+        The list of the given chunks.
+
+    Raises:
+        TypeError: ``model`` is None, or a chunk is wrapped for data parallelism.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = SimpleNamespace(share_embeddings_and_output_weights=True)
+        >>> untie_embeddings(model)[0].share_embeddings_and_output_weights
+        False
+    """
+    chunks = ensure_model_list(model)
+    refuse_data_parallel(chunks)
+    for owner in _clear_ties(chunks):
+        if hasattr(type(owner), _HAS_OUTPUT):
+            output, layer = owner.get_output_embeddings(), owner.get_input_embeddings()
+        else:
+            output = getattr(owner, "output_layer", None)
+            layer = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
+        if output is None:
+            continue
+        # Megatron's tied output layer has no weight: it gets that of the embedding at each call.
+        weight = getattr(output, "weight", None)
+        embedding = getattr(layer, "weight", None)
+        is_tied = weight is None or weight is embedding
+        if is_tied and isinstance(embedding, torch.Tensor):
+            output.weight = torch.nn.Parameter(embedding.detach().clone(), embedding.requires_grad)
+            vars(output.weight).update(vars(embedding))
+        if output.weight is not None:
+            for mark in ("shared", "shared_embedding"):
+                vars(output.weight).pop(mark, None)
+    return chunks
+
+
+def _clear_ties(chunks: ModelList) -> list[Any]:
+    """Clear the mark of tied embeddings wherever it is set, and return the owners."""
+    owners = []
+    for chunk in chunks:
+        for model in iter_wrapped_models(chunk):
+            parts = iter_modules(model) if isinstance(model, torch.nn.Module) else (model,)
+            owners += [part for part in parts if _clear_tie(part)]
+    return owners
+
+
+def _clear_tie(part: Any) -> bool:
+    held = vars(part)
+    if held.get("share_embeddings_and_output_weights"):
+        part.share_embeddings_and_output_weights = False
+        return True
+    config = held.get("config")
+    if hasattr(type(part), _HAS_OUTPUT) and getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False
+        return True
+    return False
 
 
 def _choose_last_chunks(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import AttributeNotFoundError, ModelListError
 from mcore.modules.module import MegatronModule
-from mcore.modules.traversal import has_own_attribute, iter_modules
+from mcore.modules.traversal import (
+    MEGATRON_WRAPPERS,
+    has_own_attribute,
+    is_of_megatron,
+    iter_modules,
+)
 from mcore.parallel.groups import get_pg_size
 from mcore.parallel.process_groups import get_default_process_groups
 
@@ -27,18 +31,8 @@ _KNOWN_WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
 )
 _registered_wrappers: dict[type, str] = {}
-# Wrappers of Megatron-LM, Megatron-FSDP and Megatron Bridge by class name: they are not imported.
-_MEGATRON_WRAPPERS = frozenset(
-    {
-        "DistributedDataParallel",
-        "Float16Module",
-        "FullyShardedDataParallel",
-        "MegatronFSDP",
-        "TorchFullyShardedDataParallel",
-    }
-)
 _DATA_PARALLEL_NAMES = frozenset(
-    {"DataParallel", "FSDPModule"} | _MEGATRON_WRAPPERS - {"Float16Module"}
+    {"DataParallel", "FSDPModule"} | MEGATRON_WRAPPERS - {"Float16Module"}
 )
 # Children of wrappers that forward every attribute that they lack.
 _FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
@@ -46,6 +40,31 @@ _FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
 ModelList: TypeAlias = list[MegatronModule]
 # A function such as that of create_value_head_hook: changes chunks, and may return others.
 ModelHook: TypeAlias = "Callable[[ModelList], ModelList | None]"
+
+
+class AttributeNotFoundError(RuntimeError):
+    """Neither a model nor any model inside its wrappers has an attribute.
+
+    Example:
+        >>> import torch
+        >>> try:
+        ...     get_attr_wrapped_model(torch.nn.Identity(), "model_type")
+        ... except AttributeNotFoundError as error:
+        ...     print("model_type" in str(error))
+        True
+    """
+
+
+class ModelListError(RuntimeError, TypeError):
+    """A list or tuple of models was given instead of one model.
+
+    Example:
+        >>> try:
+        ...     get_model_config([])
+        ... except ModelListError as error:
+        ...     print("one model" in str(error))
+        True
+    """
 
 
 class ModelType(enum.Enum):
@@ -109,11 +128,22 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
         >>> unwrap_model([torch.nn.DataParallel(inner), inner]) == [inner, inner]
         True
     """
-    wrappers = _list_default_wrappers()
     if isinstance(model, (list, tuple)):
-        unwrapped = [_unwrap(one, module_instances, wrappers) for one in model]
+        unwrapped = [unwrap_model(one, module_instances) for one in model]
         return tuple(unwrapped) if isinstance(model, tuple) else unwrapped
-    return _unwrap(model, module_instances, wrappers)
+    wrappers = _list_default_wrappers()
+    visited = set()
+    while (
+        isinstance(model, tuple(wrappers)) or is_of_megatron(model, MEGATRON_WRAPPERS)
+        if module_instances is None
+        else isinstance(model, module_instances)
+    ):
+        if id(model) in visited:
+            raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
+        visited.add(id(model))
+        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
+        model = getattr(model, attr)
+    return model
 
 
 def find_megatron_fsdp(model: Any) -> Any:
@@ -132,7 +162,7 @@ def find_megatron_fsdp(model: Any) -> Any:
         >>> find_megatron_fsdp(torch.nn.Linear(1, 1)) is None
         True
     """
-    found = (one for one in iter_wrapped_models(model) if _is_of_megatron(one, {"MegatronFSDP"}))
+    found = (one for one in iter_wrapped_models(model) if is_of_megatron(one, {"MegatronFSDP"}))
     return next(found, None)
 
 
@@ -360,29 +390,6 @@ def find_in_wrapped_models(model: Any, attr: str) -> Any:
 def _is_forwarding(owner: Any) -> bool:
     """Return whether a wrapper forwards missing attributes. The model inside is their owner."""
     return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
-
-
-def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
-    visited = set()
-    while (
-        isinstance(model, tuple(wrappers)) or _is_of_megatron(model, _MEGATRON_WRAPPERS)
-        if classes is None
-        else isinstance(model, classes)
-    ):
-        if id(model) in visited:
-            raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
-        visited.add(id(model))
-        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
-        model = getattr(model, attr)
-    return model
-
-
-def _is_of_megatron(model: object, names: Collection[str]) -> bool:
-    """Return whether a class of a model is one of Megatron's classes, also a copied one."""
-    return any(
-        cls.__name__ in names and cls.__module__.partition(".")[0].startswith("megatron")
-        for cls in type(model).__mro__
-    )
 
 
 def _list_default_wrappers() -> dict[type, str]:

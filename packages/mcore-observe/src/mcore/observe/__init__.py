@@ -12,14 +12,13 @@ from mcore.observe._version import __version__
 
 if TYPE_CHECKING:
     from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
-    from mcore.observe.experts import (
+    from mcore.observe.experts.moe_metrics import (
         MoEMetricsTracker,
-        MTPMetricsTracker,
         _build_moe_metric_writer,
         _MoeMetricFanoutWriter,
         get_moe_metrics_tracker,
-        get_mtp_metrics_tracker,
     )
+    from mcore.observe.experts.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
     from mcore.observe.norms import (
         calc_dtensor_params_l2_norm,
         calc_params_l2_norm,
@@ -38,14 +37,15 @@ if TYPE_CHECKING:
         safe_get_rank,
         safe_get_world_size,
     )
-    from mcore.observe.reports.energy import EnergyMonitor
-    from mcore.observe.reports.memory import (
+    from mcore.observe.reports import (
         MEMORY_KEYS,
         MEMORY_KEYS_TABLE,
+        EnergyMonitor,
         report_memory,
+        report_runtime,
+        report_throughput,
         start_memory_history_recording,
     )
-    from mcore.observe.reports.progress import report_runtime, report_throughput
     from mcore.observe.runs.config import (
         ConfigContainer,
         DatasetConfig,
@@ -58,8 +58,7 @@ if TYPE_CHECKING:
         needs_global_state_injection,
         prepare_forward_step_func,
     )
-    from mcore.observe.runs.run_log import RunLog
-    from mcore.observe.runs.state import GlobalState, TrainState
+    from mcore.observe.runs.state import GlobalState, RunLog, TrainState
     from mcore.observe.sinks import (
         CometSink,
         JsonlSink,
@@ -153,10 +152,10 @@ __all__ = [
 # neither "import mcore.observe" nor the command mcore-straggler loads torch, which takes seconds.
 _NAMES = {
     "mcore.observe.async_tasks": "get_asyncio_loop trace_async_exceptions",
-    "mcore.observe.experts": (
-        "MoEMetricsTracker MTPMetricsTracker _build_moe_metric_writer _MoeMetricFanoutWriter "
-        "get_moe_metrics_tracker get_mtp_metrics_tracker"
+    "mcore.observe.experts.moe_metrics": (
+        "MoEMetricsTracker _build_moe_metric_writer _MoeMetricFanoutWriter get_moe_metrics_tracker"
     ),
+    "mcore.observe.experts.mtp_metrics": "MTPMetricsTracker get_mtp_metrics_tracker",
     "mcore.observe.norms": "calc_dtensor_params_l2_norm calc_params_l2_norm report_l2_norm_grad",
     "mcore.observe.nvtx": (
         "configure_nvtx_profiling nvtx_decorator nvtx_range nvtx_range_pop nvtx_range_push"
@@ -164,19 +163,17 @@ _NAMES = {
     "mcore.observe.rank_logging": (
         "log_on_each_pipeline_stage log_single_rank safe_get_rank safe_get_world_size"
     ),
-    "mcore.observe.reports.energy": "EnergyMonitor",
-    "mcore.observe.reports.memory": (
-        "MEMORY_KEYS MEMORY_KEYS_TABLE report_memory start_memory_history_recording"
+    "mcore.observe.reports": (
+        "EnergyMonitor MEMORY_KEYS MEMORY_KEYS_TABLE report_memory report_runtime "
+        "report_throughput start_memory_history_recording"
     ),
-    "mcore.observe.reports.progress": "report_runtime report_throughput",
     "mcore.observe.runs.config": (
         "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
     ),
     "mcore.observe.runs.forward_step": (
         "maybe_inject_state needs_global_state_injection prepare_forward_step_func"
     ),
-    "mcore.observe.runs.run_log": "RunLog",
-    "mcore.observe.runs.state": "GlobalState TrainState",
+    "mcore.observe.runs.state": "GlobalState RunLog TrainState",
     "mcore.observe.sinks": (
         "CometSink JsonlSink MemorySink MetricSink MlflowSink TensorBoardSink WandbSink"
     ),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import itertools
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +17,8 @@ from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
 from mcore.observe.sinks.delivery.replay import replay
 from mcore.observe.terminal import plain
 
+_LOOK_EVERY_S = 1.0
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
@@ -20,10 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = _add_command(commands, "show", "show the metrics of a run", _show)
     one.add_argument("run", help="folder of a run, or its metrics.jsonl")
+    one.add_argument(
+        "--follow", action="store_true", help="print again when the run has grown, until Ctrl-C"
+    )
     two = _add_command(commands, "compare", "compare the metrics of two runs or more", _compare)
-    two.add_argument("first", metavar="run", help="folder of a run, or its metrics.jsonl")
     two.add_argument(
-        "others", metavar="run", nargs="+", help="further runs, compared with the first"
+        "runs", metavar="run", nargs="+", help="folders, files or patterns such as 'runs/lr-*'"
     )
     for command in (one, two):
         command.add_argument(
@@ -47,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for line in options.call(options):
             print(plain(line), flush=True)  # noqa: T201
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # of head, or a closed pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -67,12 +77,23 @@ def _add_command(
 
 def _show(options: argparse.Namespace) -> Iterator[str]:
     run = Run.read(options.run)
-    yield from show(run, options.metric)
-    yield from _draw([run], options)
+    while True:
+        yield from show(run, options.metric)
+        yield from _draw([run], options)
+        before = run.curves
+        while options.follow and run.curves == before:
+            time.sleep(_LOOK_EVERY_S)
+            run = Run.read(options.run)
+        if not options.follow:
+            return
+        yield ""
 
 
 def _compare(options: argparse.Namespace) -> Iterator[str]:
-    runs = [Run.read(path) for path in (options.first, *options.others)]
+    paths = [sorted(glob.glob(path)) or [path] for path in options.runs]
+    runs = [Run.read(path) for path in dict.fromkeys(itertools.chain(*paths))]
+    if len(runs) < 2:
+        raise ValueError(f"{options.runs[0]} is one run: give two or more")
     yield from compare(runs, options.metric)
     yield from _draw(runs, options)
 

@@ -13,17 +13,15 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 __all__ = ["get_asyncio_loop", "trace_async_exceptions"]
 
 logger = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
-_Result = TypeVar("_Result")
-_Item = TypeVar("_Item")
-_Sent = TypeVar("_Sent")
+_Task = TypeVar(
+    "_Task", bound=Callable[..., Coroutine[Any, Any, Any]] | Callable[..., AsyncGenerator[Any, Any]]
+)
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _OnError = Literal["exit", "raise"]
 Kind = Literal["async function", "async generator", "generator", "function"]
@@ -83,20 +81,8 @@ def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.A
 
 @overload
 def trace_async_exceptions(
-    func: Callable[_P, Coroutine[Any, Any, _Result]],
-    *,
-    verbose: bool = False,
-    on_error: _OnError = "exit",
-) -> Callable[_P, Coroutine[Any, Any, _Result]]: ...
-
-
-@overload
-def trace_async_exceptions(
-    func: Callable[_P, AsyncGenerator[_Item, _Sent]],
-    *,
-    verbose: bool = False,
-    on_error: _OnError = "exit",
-) -> Callable[_P, AsyncGenerator[_Item, _Sent]]: ...
+    func: _Task, *, verbose: bool = False, on_error: _OnError = "exit"
+) -> _Task: ...
 
 
 @overload
@@ -173,12 +159,8 @@ class _TracedCall:
     def __enter__(self) -> None:
         self._started = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error: BaseException | None = raised[1]
         if error is not None and not isinstance(error, Exception):
             return
         if self._stats_key is not None:

@@ -285,20 +285,19 @@ def _sum_squares_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _group_by_shards(tensors: Sequence[torch.Tensor]) -> dict[_ShardSet | None, list[int]]:
     sets: dict[_ShardSet | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        sets.setdefault(_shard_set(tensor), []).append(index)
+        shards: _ShardSet | None = None
+        if is_dtensor(tensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise RuntimeError(
+                    f"a DTensor of shape {tuple(tensor.shape)} has the placements "
+                    f"{tensor.placements}, so its norm is unknown before it is reduced: "
+                    "redistribute it first"
+                )
+            places = enumerate(tensor.placements)
+            split = tuple(i for i, placement in places if not placement.is_replicate())
+            shards = tensor.device_mesh, split
+        sets.setdefault(shards, []).append(index)
     return sets
-
-
-def _shard_set(tensor: torch.Tensor) -> _ShardSet | None:
-    if not is_dtensor(tensor):
-        return None
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise RuntimeError(
-            f"a DTensor of shape {tuple(tensor.shape)} has the placements {tensor.placements}, so "
-            "its norm is unknown before it is reduced: redistribute it first"
-        )
-    split = (i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
-    return tensor.device_mesh, tuple(split)
 
 
 def _sum_local_squares(tensors: Sequence[torch.Tensor], *, together: bool) -> torch.Tensor:

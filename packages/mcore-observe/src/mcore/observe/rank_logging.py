@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -18,8 +19,6 @@ from mcore.versioning.process_rank import (
 )
 
 logger = logging.getLogger(__name__)
-
-_warned_about_missing_groups = False
 
 
 def safe_get_rank() -> int:
@@ -177,14 +176,12 @@ def _is_first_of_stage(tp_group: GroupLike | None, dp_cp_group: GroupLike | None
     )
 
 
+@functools.cache
 def _warn_about_missing_groups() -> None:
-    global _warned_about_missing_groups
-    if not _warned_about_missing_groups:
-        _warned_about_missing_groups = True
-        logger.warning(
-            "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups, so "
-            "only rank 0 logs. Pass tp_group and dp_cp_group, or call set_default_process_groups"
-        )
+    logger.warning(
+        "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups, so "
+        "only rank 0 logs. Pass tp_group and dp_cp_group, or call set_default_process_groups"
+    )
 
 
 def _is_outside(group: object) -> bool:

@@ -246,7 +246,6 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
             handed_s.append(time.thread_time() - began_s)
 
         monkeypatch.setattr(TrackerRun, "log_metrics", timed)
-        monkeypatch.setattr("mcore.observe.sinks.mlflow.MlflowRun.log_metrics", timed)
         began_s = time.monotonic()
         for step in range(1, 201):
             state.train_state.step = step

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore.observe.straggler.detector import StragglerDetector
 from mcore.observe.straggler.server.controller import StragglerController
-from mcore.observe.straggler.server.page.history import History
+from mcore.observe.straggler.server.page_history import History
 from mcore.observe.straggler.server.routes import ControllerState
 from rank_testing import run_ranks
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.straggler.server.page.answers import PageAnswers
-from mcore.observe.straggler.server.page.history import MOST_BYTES, History
+from mcore.observe.straggler.server.page_answers import PageAnswers
+from mcore.observe.straggler.server.page_history import MOST_BYTES, History
 from mcore.observe.straggler.server.routes import ControllerState, Router
 
 NAN = math.nan

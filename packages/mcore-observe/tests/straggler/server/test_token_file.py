@@ -12,7 +12,7 @@ import pytest
 from mcore.observe.straggler.server.controller import Listener
 from mcore.observe.straggler.server.routes import ControllerState
 from mcore.observe.straggler.server.token_file import TokenFile, find_token
-from mcore.observe.straggler_command.command import main
+from mcore.observe.straggler_command.__main__ import main
 from rank_testing.scripts import Script
 
 JOB = """
@@ -75,6 +75,23 @@ def test_a_controller_without_a_token_makes_one_for_its_user(listen, caches, cap
     listener.close()
     assert list(caches.iterdir()) == []
     assert listen()[0].address is not None
+
+
+def test_files_of_dead_processes_are_removed_by_the_next_start(listen, caches):
+    killed, living = Script(JOB), Script(JOB)
+    for job in (killed, living):
+        job.wait_until_printed("is open\n", 300)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(60)
+    foreign = caches / "another-machine-127.0.0.1-5000"
+    foreign.write_text("token")
+    before = set(caches.iterdir())
+    listener, _ = listen()
+    after = set(caches.iterdir())
+    assert foreign in after  # the locks of other machines are not known here
+    assert len(before - after) == len(after - before) == 1
+    os.kill(living.pid, signal.SIGKILL)
+    living.wait(60)
 
 
 def test_given_tokens_and_toggles_by_get_need_no_file(listen, caches, monkeypatch):

@@ -1,19 +1,13 @@
 """Process groups, device meshes, RNG streams, context-parallel slicing and sharded checkpoints."""
 
 from mcore.parallel._version import __version__
-from mcore.parallel.batches import (
-    flatten_batch_for_packed_sequences,
-    get_batch_on_this_tp_rank,
-)
+from mcore.parallel.batches import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
 from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
 )
-from mcore.parallel.context_parallel import (
-    cp_unzigzag,
-    cp_zigzag_index,
-    get_batch_on_this_cp_rank,
-)
+from mcore.parallel.context_parallel import cp_unzigzag, cp_zigzag_index, get_batch_on_this_cp_rank
+from mcore.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mcore.parallel.fsdp_index import FSDPDistributedIndex, using_tensor_parallel
 from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
 from mcore.parallel.mesh import contains_submesh, get_mesh_names, resolve_submesh
@@ -41,7 +35,6 @@ from mcore.parallel.regions import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
 )
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (

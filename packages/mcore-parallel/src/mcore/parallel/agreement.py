@@ -35,16 +35,6 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def highest(
-    numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup, facts: str = ""
-) -> list[int]:
-    """Return the elementwise maximum of all ranks' numbers, as :func:`max_or_raise` does.
-
-    No tensor is waited for before the all-reduce.
-    """
-    return max_or_raise(numbers, None, group, facts)
-
-
 def max_or_raise(
     numbers: Sequence[int | torch.Tensor],
     error: Exception | None,
@@ -52,6 +42,7 @@ def max_or_raise(
     facts: str = "",
 ) -> list[int]:
     """Return the ranks' largest numbers. An error of one rank is raised on all with kind and text.
+    No tensor is waited for before the all-reduce.
 
     One all-reduce (MAX of 64 int64), and one more for numbers that do not fit. ``facts`` and the
     number of numbers must be equal on all ranks without an error, else all raise ValueError.
@@ -74,21 +65,17 @@ def max_or_raise(
         rank = dist.get_global_rank(group, failed)
         raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
     if largest != -minus_smallest:
-        _raise_difference(facts or f"{len(numbers)} numbers to compare", group)
+        message = _encode(facts or f"{len(numbers)} numbers to compare", _FACT_BYTES, group)
+        [mine] = _decode(message, _FACT_BYTES)
+        dist.broadcast(message, group=group, group_src=0)
+        [first] = _decode(message, _FACT_BYTES)
+        others = "Other ranks have other values" if mine == first else f"The first rank has {first}"
+        raise ValueError(
+            f"the ranks of the process group disagree: this rank (global rank {dist.get_rank()}) "
+            f"has {mine}. {others}. Call with the same arguments on every rank of the group"
+        )
     rest = numbers[len(maxima) :]
     return maxima[: len(numbers)] + (_reduce_max(rest, device, group) if rest else [])
-
-
-def _raise_difference(own: str, group: dist.ProcessGroup) -> None:
-    message = _encode(own, _FACT_BYTES, group)
-    mine = _decode(message, _FACT_BYTES)
-    dist.broadcast(message, group=group, group_src=0)
-    first = _decode(message, _FACT_BYTES)
-    others = "Other ranks have other values" if mine == first else f"The first rank has {first[0]}"
-    raise ValueError(
-        f"the ranks of the process group disagree: this rank (global rank {dist.get_rank()}) has "
-        f"{mine[0]}. {others}. Call with the same arguments on every rank of the group"
-    )
 
 
 def require_equal(

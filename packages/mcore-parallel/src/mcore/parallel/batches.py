@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore.parallel.context_parallel import PACKED_KEYS
-from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
+from mcore.parallel.groups import AnyGroup, as_process_group, comm_device, take_group
 
 # The tensors of a batch in the order in which they travel, with their dtypes.
 _DTYPES = {
@@ -93,7 +93,7 @@ def get_batch_on_this_tp_rank(
     is_hybrid_cp: bool,
     create_attention_mask_in_dataloader: bool,
     broadcast_src_rank: int,
-    broadcast_group: GroupLike | None,
+    broadcast_group: AnyGroup | None,
     cp_size: int,
     tp_rank: int,
     micro_batch_size: int,
@@ -152,9 +152,9 @@ def get_batch_on_this_tp_rank(
         "max_seqlen": has_cu_seqlens,
         "local_cp_size": is_hybrid_cp,
     }
-    group = as_process_group(broadcast_group)
+    group = as_process_group(take_group(broadcast_group, "tp"))
     device = torch.device("cpu") if group is None else comm_device(group)
-    is_shared = get_pg_size(broadcast_group) > 1
+    is_shared = group is not None and group.size() > 1
     sent: dict[str, Tensor] = {}
     header = torch.zeros(len(_DTYPES), 1 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     failure: Exception | None = None

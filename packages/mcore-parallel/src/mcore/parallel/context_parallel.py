@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.groups import AnyGroup, get_pg_rank, get_pg_size
 from mcore.parallel.process_groups.default import group_or_default
 from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import is_distributed
@@ -30,7 +30,7 @@ _PACKED_MARK = "_mcore_is_packed_cp_shard"
 
 def get_batch_on_this_cp_rank(
     batch: dict[str, Any],
-    cp_group: GroupLike | None = None,
+    cp_group: AnyGroup | None = None,
     *,
     is_hybrid_cp: bool = False,
     hybrid_cp_group_func: Callable[..., Any] | None = None,
@@ -261,10 +261,7 @@ def _split_per_sequence(
 
 
 def _check_one_length(
-    batch: dict[str, Any],
-    dims: dict[str, int],
-    seq_dims: dict[str, int | None],
-    num_chunks: int,
+    batch: dict[str, Any], dims: dict[str, int], seq_dims: dict[str, int | None], num_chunks: int
 ) -> None:
     """Raise ValueError unless the tensors are slices of the same rows of one sequence length."""
     first = "tokens" if "tokens" in dims else next(iter(dims))
@@ -334,9 +331,7 @@ def _split_packed(
 
 
 def _split_hybrid(
-    batch: dict[str, Any],
-    group_func: Callable[..., Any] | None,
-    seq_dims: dict[str, int | None],
+    batch: dict[str, Any], group_func: Callable[..., Any] | None, seq_dims: dict[str, int | None]
 ) -> dict[str, Any]:
     size = _read_local_cp_size(batch.get("local_cp_size"))
     if size == 1:

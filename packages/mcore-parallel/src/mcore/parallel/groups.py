@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,32 @@ class SizedGroup(Protocol):
     def rank(self) -> int: ...
 
 
+class NamedGroups(Protocol):
+    """Groups by name: a ProcessGroups, or a ProcessGroupCollection of megatron-core."""
+
+    @property
+    def tp(self) -> Any: ...
+
+
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
+AnyGroup: TypeAlias = "GroupLike | NamedGroups"  # a group, or a collection that has it
+
+
+def is_collection(given: object) -> bool:
+    """Return whether an object is a collection of groups, without an import of megatron-core."""
+    kinds = {kind.__name__ for kind in type(given).__mro__}
+    return not kinds.isdisjoint(("ProcessGroups", "ProcessGroupCollection"))
+
+
+def take_group(given: Any, field: str) -> Any:
+    """Return a group as it is, or the group of this field of a collection. None stays None.
+    ValueError if a collection of megatron-core has not set the field.
+    """
+    if not is_collection(given):
+        return given
+    if not hasattr(given, field):
+        raise ValueError(f"the {type(given).__name__} has no {field} group: set it, or pass it")
+    return getattr(given, field)
 
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
@@ -27,6 +52,8 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     if group is None:
         return None
     reject_destroyed(group)
+    if is_collection(group):
+        raise TypeError(f"got a {type(group).__name__} as a process group: pass a group of it")
     if not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import check_tensors, max_or_raise
-from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
+from mcore.parallel.groups import AnyGroup, GroupLike, as_process_group, comm_device, get_pg_size
 from mcore.parallel.process_groups.default import group_of_several
 
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ _MAGNITUDE = 2**63 - 1
 
 
 def reduce_max_stat_across_model_parallel_group(
-    stat: Stat, mp_group: GroupLike | None
+    stat: Stat, mp_group: AnyGroup | None
 ) -> float | None:
     """Return the largest value of a statistic over a group, such as the gradient norm.
 
@@ -55,12 +55,11 @@ def reduce_max_stat_across_model_parallel_group(
     group = group_of_several(mp_group, "mp")
     if group is None:
         return _read_stat(stat)
-    codes, error = _try_encoding(lambda: [_encode_stat(stat)])
-    return decode_double(max_or_raise(codes, error, group, "a statistic")[0])
+    return decode_double(_reduce(lambda: [_encode_stat(stat)], group, "a statistic")[0])
 
 
 def logical_and_across_model_parallel_group(
-    input: bool | torch.Tensor, mp_group: GroupLike | None
+    input: bool | torch.Tensor, mp_group: AnyGroup | None
 ) -> bool:
     """Return whether a condition holds on every rank of a group.
 
@@ -89,13 +88,11 @@ def logical_and_across_model_parallel_group(
     group = group_of_several(mp_group, "mp")
     if group is None:
         return not _encode_flag(input)
-    codes, error = _try_encoding(lambda: [_encode_flag(input)])
-    return not max_or_raise(codes, error, group, "a condition")[0]
+    return not _reduce(lambda: [_encode_flag(input)], group, "a condition")[0]
 
 
 def reduce_max_memory_across_pp_group(
-    memory_report: Mapping[str, int | float],
-    pp_group: GroupLike | None,
+    memory_report: Mapping[str, int | float], pp_group: AnyGroup | None
 ) -> dict[str, int | float]:
     """Return the maximum of every entry of a memory report over the pipeline stages.
 
@@ -127,12 +124,13 @@ def reduce_max_memory_across_pp_group(
     if group is None:
         return dict(memory_report)
     names = _sort_names(memory_report)
-    codes, error = _try_encoding(
+    reduced = _reduce(
         lambda: [
             code for name, each in _sort_pairs(memory_report) for code in _encode_memory(name, each)
-        ]
+        ],
+        group,
+        _describe_keys(names),
     )
-    reduced = max_or_raise(codes, error, group, _describe_keys(names))
     pairs = zip(reduced[::2], reduced[1::2], strict=True)
     largest = {
         name: _decode_memory(whole, double, memory_report[name])
@@ -142,9 +140,7 @@ def reduce_max_memory_across_pp_group(
 
 
 def reduce_step_stats(
-    stats: Mapping[str, Stat],
-    flags: Mapping[str, bool | torch.Tensor],
-    group: GroupLike | None,
+    stats: Mapping[str, Stat], flags: Mapping[str, bool | torch.Tensor], group: AnyGroup | None
 ) -> tuple[dict[str, float | None], dict[str, bool]]:
     """Reduce all statistics and conditions of one training step in a single collective.
 
@@ -176,16 +172,14 @@ def reduce_step_stats(
         alone = {name: _read_stat(stat) for name, stat in stats.items()}
         return alone, {name: not _encode_flag(flag) for name, flag in flags.items()}
     stat_names, flag_names = _sort_names(stats), _sort_names(flags)
-    codes, error = _try_encoding(
+    reduced = _reduce(
         lambda: [
             *(_encode_stat(stat) for _, stat in _sort_pairs(stats)),
             *(_encode_flag(flag) for _, flag in _sort_pairs(flags)),
-        ]
+        ],
+        member,
+        f"statistics with {_describe_keys(stat_names)} and flags with {_describe_keys(flag_names)}",
     )
-    facts = (
-        f"statistics with {_describe_keys(stat_names)} and flags with {_describe_keys(flag_names)}"
-    )
-    reduced = max_or_raise(codes, error, member, facts)
     by_stat = dict(zip(stat_names, reduced, strict=False))
     by_flag = dict(zip(flag_names, reduced[len(stats) :], strict=True))
     return (
@@ -242,14 +236,17 @@ def _decode_memory(whole: int, double: int, own: object) -> int | float:
     return max(largest, float(whole))
 
 
-def _try_encoding(
-    encode: Callable[[], list[int | torch.Tensor]],
-) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
-    """Encode, or return the error, since the rank must reach the collective in both cases."""
+def _reduce(
+    encode: Callable[[], list[int | torch.Tensor]], group: dist.ProcessGroup, facts: str
+) -> list[int]:
+    """Return the maxima of the codes. A rank that cannot encode still reaches the collective."""
+    codes: Sequence[int | torch.Tensor] = ()
+    error: Exception | None = None
     try:
-        return encode(), None
-    except Exception as error:
-        return [], error
+        codes = encode()
+    except Exception as own_error:
+        error = own_error
+    return max_or_raise(codes, error, group, facts)
 
 
 def _sort_names(mapping: Mapping[str, object]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.groups import GroupLike, get_pg_rank
+from mcore.parallel.groups import AnyGroup, get_pg_rank
 from mcore.parallel.process_groups.default import group_or_default
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,7 @@ def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
 
 
 def param_is_not_tensor_parallel_duplicate(
-    param: torch.Tensor,
-    tp_group: GroupLike | None = None,
-    expert_tp_group: GroupLike | None = None,
+    param: torch.Tensor, tp_group: AnyGroup | None = None, expert_tp_group: AnyGroup | None = None
 ) -> bool:
     """Return whether this rank counts a parameter in sums over tensor-parallel ranks.
 

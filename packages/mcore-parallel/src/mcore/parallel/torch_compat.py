@@ -85,16 +85,12 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    async_op: bool = False,
-) -> dist.Work | None:
-    """Sum ``input`` over the ranks and leave this rank's chunk of dimension 0 in ``output``."""
-    scatter = _find_collective("reduce_scatter_single", "reduce_scatter_tensor")
-    work: dist.Work | None = scatter(output, input, group=group, async_op=async_op)
-    return work
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Sum ``input`` over the ranks and leave this rank's chunk of dimension 0 in ``output``.
+    torch renamed ``reduce_scatter_tensor``.
+    """
+    _find_collective("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
 
 
 def _find_collective(name: str, old_name: str) -> Any:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.groups import GroupLike, as_process_group
+from mcore.parallel.agreement import require_equal
+from mcore.parallel.groups import AnyGroup, as_process_group, take_group
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.tensor.buffers import get_global_memory_buffer
 
@@ -30,7 +29,7 @@ _SLOT_NAMES = ("wgrad_drain_0", "wgrad_drain_1")
 _FUSED_EXTENSION = "fused_weight_gradient_mlp_cuda"
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAIN_GRAD_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
-_CAST_BYTES = 128 << 20  # of converted rows at a time
+_CAST_BYTES = 128 << 20  # of converted rows
 
 
 def validate_wgrad_deferral(config: object) -> None:
@@ -48,7 +47,7 @@ def validate_wgrad_deferral(config: object) -> None:
         >>> from types import SimpleNamespace
         >>> validate_wgrad_deferral(SimpleNamespace(pipeline_model_parallel_size=2))
     """
-    limit = _read_limit(config)
+    limit = getattr(config, "wgrad_deferral_limit", 0)
     if limit < 0:
         raise ValueError(
             f"wgrad_deferral_limit is {limit}: use 0 to defer all micro-batches, or the number "
@@ -82,17 +81,12 @@ def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
         >>> [defers_embedding_wgrad(config, held) for held in range(3)]
         [True, True, False]
     """
-    limit = _read_limit(config)
+    limit: int = getattr(config, "wgrad_deferral_limit", 0)
     return _is_deferring(config) and (limit == 0 or num_deferred < limit)
 
 
 def _is_deferring(config: object) -> bool:
     return bool(getattr(config, "defer_embedding_wgrad_compute", False))
-
-
-def _read_limit(config: object) -> int:
-    limit: int = getattr(config, "wgrad_deferral_limit", 0)
-    return limit
 
 
 def prepare_input_tensors_for_wgrad_compute(
@@ -142,7 +136,7 @@ def drain_embedding_wgrad_compute(
     embedding_activation_buffer: list[torch.Tensor],
     grad_output_buffer: list[torch.Tensor],
     weight: torch.Tensor,
-    tp_group: GroupLike | None,
+    tp_group: AnyGroup | None,
 ) -> None:
     """Compute all deferred weight gradients: ``main_grad += grad^T @ input`` for every pair.
 
@@ -183,13 +177,23 @@ def drain_embedding_wgrad_compute(
         ([[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]], [], [])
     """
     inputs, grads = embedding_activation_buffer, grad_output_buffer
-    group = as_process_group(tp_group)
+    group = as_process_group(take_group(tp_group, "tp"))
     is_split = getattr(config, "sequence_parallel", False)
     gather_group = group if group is not None and group.size() > 1 and is_split else None
-    if gather_group is None:
-        _check_pairs(inputs, grads, weight, 1)
-    else:
-        _agree(inputs, grads, weight, gather_group)
+    num_ranks = 1 if gather_group is None else gather_group.size()
+    error: Exception | None = None
+    try:
+        _check_pairs(inputs, grads, weight, num_ranks)
+        for index, input_ in enumerate(inputs if num_ranks > 1 else ()):
+            size, slot = num_ranks * input_.numel(), _SLOT_NAMES[index % 2]
+            get_global_memory_buffer().reserve(size, input_.dtype, slot, device=input_.device)
+    except Exception as own_error:
+        if gather_group is None:
+            raise
+        error = own_error
+    if gather_group is not None:  # all ranks raise if any rank fails
+        shapes = [(tuple(input_.shape), str(input_.dtype)) for input_ in inputs]
+        require_equal({"embedding_activation_buffer": shapes}, error, gather_group)
     use_fused = bool(getattr(config, "gradient_accumulation_fusion", False))
     pending = _start_gather(inputs[0], 0, gather_group) if inputs else None
     count = 0
@@ -202,11 +206,8 @@ def drain_embedding_wgrad_compute(
             full = pending.result()
             pending = following
             _add_pair(weight, grads[0], full, use_fused=use_fused)
-            del (
-                full,
-                inputs[0],
-                grads[0],
-            )  # only now, so pairs that were not added stay in the lists
+            # Only now, so pairs that were not added stay in the lists.
+            del full, inputs[0], grads[0]
     finally:
         if pending is not None:
             pending.result()  # a later user of the buffer must not see this gather write to it
@@ -281,38 +282,6 @@ def _check_pairs(
             )
 
 
-def _agree(
-    inputs: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    weight: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> None:
-    """Check on every rank, reserve the buffers, and raise on all ranks if any rank fails."""
-    error: Exception | None = None
-    digest = 0
-    try:
-        _check_pairs(inputs, grads, weight, group.size())
-        for index, input_ in enumerate(inputs):
-            get_global_memory_buffer().reserve(
-                group.size() * input_.numel(),
-                input_.dtype,
-                _SLOT_NAMES[index % 2],
-                device=input_.device,
-            )
-        digest = text_digest(repr([(tuple(part.shape), str(part.dtype)) for part in inputs]))
-    except Exception as own_error:
-        error = own_error
-    count = len(inputs)
-    numbers = [count, -count, digest, -digest]  # the maximum of -x is minus the smallest x
-    most, minus_fewest, highest, minus_lowest = max_or_raise(numbers, error, group)
-    if highest != -minus_lowest:
-        raise ValueError(
-            f"the ranks of tp_group have different activations to gather: rank {dist.get_rank()} "
-            f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
-            f"between {-minus_fewest} and {most}"
-        )
-
-
 def check_main_grad(main_grad: object) -> torch.Tensor:
     """Return a weight's accumulator if gradients can be added to it, else raise RuntimeError."""
     if not isinstance(main_grad, torch.Tensor):
@@ -339,54 +308,36 @@ def accumulate_wgrad(
             f"{tuple(input_.shape)} has shape {expected}, which does not fit main_grad of shape "
             f"{tuple(main_grad.shape)}"
         )
-    fused = _find_fused_gemm(main_grad, grad_output, input_) if use_fused else None
-    if fused is not None:
-        fused(input_, grad_output, main_grad)
+    if use_fused and _add_by_extension(main_grad, grad_output, input_):
         torch.autograd.graph.increment_version(main_grad)  # autograd has not seen the change
     elif main_grad.dtype == grad_output.dtype == input_.dtype:
         main_grad.addmm_(grad_output.t(), input_)
-    elif _has_mixed_gemm(main_grad, grad_output, input_):
-        torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
-    else:
-        _convert_and_accumulate(main_grad, grad_output, input_)
-
-
-def _find_fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
-    """Return the extension's function for these tensors, or None if it cannot be used."""
-    main_grad, grad_output, input_ = tensors
-    if not all(tensor.is_cuda for tensor in tensors) or grad_output.dtype != input_.dtype:
-        return None
-    if main_grad.dtype == torch.float64:
-        return None
-    try:
-        extension = importlib.import_module(_FUSED_EXTENSION)
-    except ImportError:
-        return None
-    single = main_grad.dtype == torch.float32
-    name = "wgrad_gemm_accum_fp32" if single else "wgrad_gemm_accum_fp16"
-    gemm: Callable[..., Any] = getattr(extension, name)
-    return gemm
-
-
-def _has_mixed_gemm(
-    main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
-) -> bool:
-    """Return whether the device multiplies half-precision matrices into a float32 sum."""
-    return (
+    elif (
         main_grad.is_cuda
         and main_grad.dtype == torch.float32
         and grad_output.dtype == input_.dtype
         and input_.dtype in _HALF_DTYPES
-    )
+    ):  # the device multiplies half-precision matrices into a float32 sum
+        torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
+    else:  # a bounded number of converted rows at a time
+        dtype = main_grad.dtype
+        length = max(1, _CAST_BYTES // max(1, sum(main_grad.shape) * dtype.itemsize))
+        for start in range(0, input_.shape[0], length):
+            rows = slice(start, start + length)
+            main_grad.addmm_(grad_output[rows].to(dtype).t(), input_[rows].to(dtype))
 
 
-def _convert_and_accumulate(
+def _add_by_extension(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
-) -> None:
-    """Convert a bounded number of rows at a time and add their product."""
-    dtype = main_grad.dtype
-    row_bytes = max(1, sum(main_grad.shape) * dtype.itemsize)
-    length = max(1, _CAST_BYTES // row_bytes)
-    for start in range(0, input_.shape[0], length):
-        rows = slice(start, start + length)
-        main_grad.addmm_(grad_output[rows].to(dtype).t(), input_[rows].to(dtype))
+) -> bool:
+    """Add by the extension's kernel. False if it is absent or not for these tensors."""
+    is_on_cuda = main_grad.is_cuda and grad_output.is_cuda and input_.is_cuda
+    if not is_on_cuda or grad_output.dtype != input_.dtype or main_grad.dtype == torch.float64:
+        return False
+    try:
+        extension = importlib.import_module(_FUSED_EXTENSION)
+    except ImportError:
+        return False
+    bits = 32 if main_grad.dtype == torch.float32 else 16
+    getattr(extension, f"wgrad_gemm_accum_fp{bits}")(input_, grad_output, main_grad)
+    return True

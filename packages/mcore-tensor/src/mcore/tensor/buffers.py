@@ -365,7 +365,7 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
     try:
         if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
-        entries: Any = (tensor_shape,) if _is_one_integer(tensor_shape) else tensor_shape
+        entries: Any = tensor_shape if isinstance(tensor_shape, Iterable) else (tensor_shape,)
         shape: tuple[Any, ...] = tuple(
             n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries
         )
@@ -377,15 +377,3 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
     if any(n < 0 for n in shape):
         raise ValueError(f"tensor_shape must not have negative entries, got {shape}")
     return shape
-
-
-def _is_one_integer(value: Any) -> bool:
-    if isinstance(value, (int, torch.SymInt)):
-        return True
-    if isinstance(value, (tuple, list)):  # torch.compile of torch 2.11 fails at operator.index
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True

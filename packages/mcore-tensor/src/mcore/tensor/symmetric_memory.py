@@ -38,13 +38,6 @@ def _compute_num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
     return num_bytes
 
 
-def _check_alignment(alignment: int) -> None:
-    if not isinstance(alignment, numbers.Integral):
-        raise TypeError(f"alignment must be an integer, got {type(alignment).__name__}")
-    if alignment <= 0:
-        raise ValueError(f"alignment must be positive, got {alignment}")
-
-
 def _describe_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -249,9 +242,12 @@ class GlobalSymmetricMemoryBuffer:
             >>> GlobalSymmetricMemoryBuffer(1, None).maybe_get_tensors([(3, torch.uint8)])
             {'handle': None, 'tensors': None}
         """
+        if not isinstance(alignment, numbers.Integral):
+            raise TypeError(f"alignment must be an integer, got {type(alignment).__name__}")
+        if alignment <= 0:
+            raise ValueError(f"alignment must be positive, got {alignment}")
         spans = []
         end = 0
-        _check_alignment(alignment)
         for numel, dtype in requests:
             if numel < 0:
                 raise ValueError(f"numel must not be negative, got {numel}")

@@ -93,18 +93,11 @@ __all__ = [
     "set_experimental_flag",
 ]
 
+# Without those of the module `installed`, the others in __all__.
 _NAMES_OF_MODULES = {
     "config": "experimental_enabled is_experimental_enabled set_experimental_flag",
     "deprecation": "DeprecationInfo deprecate_args deprecate_inference_params",
     "experimental": "ExperimentalNotEnabledError experimental_cls experimental_fn",
-    "installed": (
-        "check_mamba_sequence_packing_support get_causal_conv1d_version "
-        "get_emerging_optimizers_version get_fa_version get_flashinfer_version "
-        "get_mamba_version get_package_version get_te_version get_torch_version "
-        "is_causal_conv1d_min_version is_emerging_optimizers_min_version is_fa_min_version "
-        "is_flashinfer_min_version is_mamba_min_version is_package_min_version "
-        "is_te_min_version is_torch_min_version"
-    ),
     "lifecycle": (
         "deprecated experimental_api get_deprecation internal_api is_experimental_api "
         "is_internal_api"
@@ -119,7 +112,7 @@ def __getattr__(name: str) -> object:
     """Import the module of a public name, or a submodule, at its first use."""
     from importlib import import_module
 
-    module = _MODULE_OF.get(name, name)
+    module = _MODULE_OF.get(name, "installed" if name in __all__ else name)
     try:
         found = import_module(f"{__name__}.{module}")
     except ModuleNotFoundError as error:

@@ -14,6 +14,7 @@ from mcore.versioning.signatures import (
     accepts_parameter,
     display_name,
     mark_if_coroutine_function,
+    positional_names,
     signature_of,
     through_descriptor,
 )
@@ -111,17 +112,13 @@ def _wrap_refusing(
     shown_name: str,
 ) -> Callable[..., Any]:
     """Wrap ``func``, which has the signature of ``documented``."""
-    import inspect
-
     unknown = [name for name in texts if not accepts_parameter(documented, name)]
     if unknown:
         raise ValueError(
             f"{shown_name} has no parameter {', '.join(unknown)} and no **kwargs. "
             "Name parameters that a call could pass"
         )
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = signature_of(documented).parameters.values()
-    order = [p.name for p in parameters if p.kind in by_position]
+    order = positional_names(documented)
     # A name that only ``**kwargs`` accepts has no position.
     positions = {name: order.index(name) for name in texts if name in order}
     inner = blaming_one_further(func)
@@ -175,7 +172,7 @@ def deprecate_inference_params(
         ``inference_context``, or ``inference_params`` if ``inference_context`` is None.
 
     Warns:
-        FutureWarning: ``inference_params`` was given. It blames the line that calls this function.
+        UserWarning: ``inference_params`` was given. It blames the line that calls this function.
 
     Example:
         >>> deprecate_inference_params("context", None)
@@ -186,24 +183,18 @@ def deprecate_inference_params(
         ...     deprecate_inference_params(None, "params")
         'params'
         >>> print(caught[0].message)
-        `inference_params` is deprecated. Pass `inference_context` instead.
+        `inference_params` is deprecated. Pass `inference_context` alone.
     """
     if inference_params is None:
         return inference_context
-    if inference_context is None:
-        warnings.warn(
-            "`inference_params` is deprecated. Pass `inference_context` instead.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return inference_params
+    is_ignored = inference_context is not None
+    cause = " and ignored, since `inference_context` is given too" if is_ignored else ""
     warnings.warn(
-        "`inference_params` is deprecated and ignored, since `inference_context` is given too. "
-        "Pass `inference_context` alone.",
-        FutureWarning,
+        f"`inference_params` is deprecated{cause}. Pass `inference_context` alone.",
+        UserWarning,
         stacklevel=2,
     )
-    return inference_context
+    return inference_context if is_ignored else inference_params
 
 
 def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
@@ -263,14 +254,8 @@ def warn_on_use(cls: type[Any], notice: Notice) -> None:
 
     The hooks do nothing for subclasses, nor after the class was deprecated with another notice.
     """
-    _hook_into_instantiation(cls, notice)
-    _hook_into_subclassing(cls, notice)
 
-
-def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
-    """Hook into ``__init__``, since ``__new__`` also runs when an instance is unpickled."""
-
-    def warn_before(call_own: Callable[..., Any]) -> Callable[..., Any]:
+    def hook_instantiation(call_own: Callable[..., Any]) -> Callable[..., Any]:
         def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             used = type(self)
             if vars(used).get(NOTICE_ATTRIBUTE) is notice:
@@ -280,7 +265,20 @@ def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
 
         return initialise
 
-    wrap_init(cls, warn_before)
+    def hook_subclassing(call_own: Callable[..., Any]) -> Callable[..., Any]:
+        def initialise_subclass(subclass: type[Any], /, **options: Any) -> None:
+            if any(vars(base).get(NOTICE_ATTRIBUTE) is notice for base in subclass.__bases__):
+                makers = (
+                    *_find_code(type(subclass), "__new__"),
+                    *_find_code(subclass, "__init_subclass__"),
+                )
+                _warn_user(notice, makers)
+            call_own(subclass, **options)
+
+        return initialise_subclass
+
+    wrap_init(cls, hook_instantiation)  # not __new__, which also runs when an instance is unpickled
+    wrap_init_subclass(cls, hook_subclassing)
 
 
 def wrap_init(cls: type[Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -311,22 +309,19 @@ def wrap_init(cls: type[Any], wrap: Callable[[Callable[..., Any]], Callable[...,
     type.__setattr__(cls, "__init__", hook)
 
 
-def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
+def wrap_init_subclass(
+    cls: type[Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Wrap the ``__init_subclass__`` of a class, defined or inherited."""
     own = vars(cls).get("__init_subclass__")
 
-    def notice_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
-        if any(vars(base).get(NOTICE_ATTRIBUTE) is notice for base in subclass.__bases__):
-            makers = (
-                *_find_code(type(subclass), "__new__"),
-                *_find_code(subclass, "__init_subclass__"),
-            )
-            _warn_user(notice, makers)
+    def call_own(subclass: type[Any], /, **options: Any) -> None:
         if own is None:
-            super(cls, subclass).__init_subclass__(**kwargs)
+            super(cls, subclass).__init_subclass__(**options)
         else:
-            own.__get__(None, subclass)(**kwargs)
+            own.__get__(None, subclass)(**options)
 
-    hook = wraps(getattr(own, "__func__", cls.__init_subclass__))(notice_subclass)
+    hook = wraps(getattr(own, "__func__", cls.__init_subclass__))(wrap(call_own))
     type.__setattr__(cls, "__init_subclass__", classmethod(hook))
 
 

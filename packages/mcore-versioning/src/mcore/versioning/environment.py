@@ -21,7 +21,7 @@ from packaging.tags import Tag, parse_tag, sys_tags
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from mcore.versioning.lookup import recorded_version
+from mcore.versioning.lookup import read_version_text, recorded_version
 
 _LIBRARIES = (
     ("torch", "torch"),
@@ -71,8 +71,9 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
         # A source tree on the path, or a module of another distribution.
         if spec is None:
             return PackageState(name)
-        if _is_bare_folder(spec):
-            return PackageState(name, reason=_describe_bare_folder(module, spec))
+        bare_folder = _describe_bare_folder(module, spec)
+        if bare_folder is not None:
+            return PackageState(name, reason=bare_folder)
         version = _read_version_in_source(spec)
         place = f"{module} at {_get_location(spec)}"
         reason = f"{place} has no metadata and no readable version" if version is None else None
@@ -95,12 +96,12 @@ def _find_problems(
     spec: ModuleSpec | None,
     watched: Iterable[str] | None,
 ) -> Iterator[str]:
-    if version is None or not _is_version(version):
+    if version is None or read_version_text(version) is None:
         yield f"its metadata gives the version {version!r}, which is not a valid version"
     elif spec is None:
         yield f"version {version} is recorded as installed, but there is no module {module}"
-    elif _is_bare_folder(spec):
-        yield _describe_bare_folder(module, spec)
+    elif bare_folder := _describe_bare_folder(module, spec):
+        yield bare_folder
     else:
         for problems in (
             _find_shadowing(installed, version, module, spec),
@@ -128,11 +129,9 @@ def _find_spec(module: str) -> ModuleSpec | None:
     return None
 
 
-def _is_bare_folder(spec: ModuleSpec) -> bool:
-    return not spec.has_location and spec.submodule_search_locations is not None
-
-
-def _describe_bare_folder(module: str, spec: ModuleSpec) -> str:
+def _describe_bare_folder(module: str, spec: ModuleSpec) -> str | None:
+    if spec.has_location or spec.submodule_search_locations is None:
+        return None
     return f"{module} is only a folder without code: {_get_location(spec)}"
 
 
@@ -165,7 +164,7 @@ def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
     required = _field(installed, "Requires-Python")
     running = ".".join(str(part) for part in sys.version_info[:3])
     try:
-        excluded = required and not SpecifierSet(required).contains(running, prereleases=True)
+        excluded = required and not SpecifierSet(required).contains(running)
     except InvalidSpecifier:
         excluded = False  # the wheel's tags are checked nevertheless
     if excluded:
@@ -190,13 +189,11 @@ def _check_requirements(
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
             continue
-        if not applies:
-            continue
-        if names is None or canonicalize_name(requirement.name) in names:
-            problem = _find_problem(requirement)
-            if problem is not None:
-                wanted = f"{requirement.name}{requirement.specifier}"
-                yield f"version {version} needs {wanted}, {problem}"
+        is_watched = names is None or canonicalize_name(requirement.name) in names
+        problem = _find_problem(requirement) if applies and is_watched else None
+        if problem is not None:
+            wanted = f"{requirement.name}{requirement.specifier}"
+            yield f"version {version} needs {wanted}, {problem}"
 
 
 def _find_problem(requirement: Requirement) -> str | None:
@@ -218,14 +215,6 @@ def _field(installed: Distribution, name: str) -> str | None:
     return next(iter(installed.metadata.get_all(name) or ()), None)
 
 
-def _is_version(text: str) -> bool:
-    try:
-        Version(text)
-    except InvalidVersion:
-        return False
-    return True
-
-
 def _read_version_in_source(spec: ModuleSpec) -> str | None:
     """Return a literal ``__version__`` from the module's file or the usual files next to it."""
     origin = Path(_get_location(spec))
@@ -244,8 +233,7 @@ def _read_literal_version(file: Path) -> str | None:
         names = [target.id for target in targets if isinstance(target, ast.Name)]
         value = getattr(node, "value", None)
         if "__version__" in names and isinstance(value, ast.Constant):
-            text = value.value
-            return text if isinstance(text, str) and _is_version(text) else None
+            return read_version_text(value.value)
     return None
 
 

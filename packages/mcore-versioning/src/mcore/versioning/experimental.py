@@ -5,21 +5,26 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from mcore.versioning import config
-from mcore.versioning.deprecation import blaming_one_further, wrap_init
-from mcore.versioning.lookup import constant_when_compiled, owners_of, recorded_version
+from mcore.versioning.deprecation import blaming_one_further, wrap_init, wrap_init_subclass
+from mcore.versioning.lookup import (
+    constant_when_compiled,
+    owners_of,
+    read_version_text,
+    recorded_version,
+)
 from mcore.versioning.process_rank import log_on_rank_zero
 from mcore.versioning.signatures import full_name, mark_if_coroutine_function, through_descriptor
 
 F = TypeVar("F", bound="Callable[..., Any]")
-C = TypeVar("C", bound="type[Any]")
 DEFAULT_LIFETIME = 3
 _NAMESPACE = "mcore"
+GateCall = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class ExperimentalNotEnabledError(Exception):
@@ -36,61 +41,50 @@ class ExperimentalNotEnabledError(Exception):
     """
 
 
-class FunctionDecorator(Protocol):
-    """A decorator that keeps the function's type and accepts another lifetime."""
+class Decorator(Protocol):
+    """A decorator that keeps the type of its target and accepts another lifetime."""
 
-    def __call__(self, func: F, max_lifetime: int = DEFAULT_LIFETIME) -> F: ...
-
-
-class ClassDecorator(Protocol):
-    """A decorator that keeps the class's type and accepts another lifetime."""
-
-    def __call__(self, cls: C, max_lifetime: int = DEFAULT_LIFETIME) -> C: ...
+    def __call__(self, target: F, /, max_lifetime: int = DEFAULT_LIFETIME) -> F: ...
 
 
-class Gate:
-    """The gate of one experimental object, which reports its first use."""
+def _make_gate(name: str) -> GateCall:
+    """Return a function that gates the calls of one experimental object and reports its first."""
+    unannounced = [True]
 
-    __slots__ = ("check", "name", "unannounced")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        unannounced = self.unannounced = [True]
-
-        @constant_when_compiled
-        def announce() -> None:
-            self.announce()
-
-        def refuse() -> None:
-            raise ExperimentalNotEnabledError(
-                f"{name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
-                "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
-                "it within `with mcore.versioning.experimental_enabled():`."
-            )
-
-        # A function: torch.compile cannot read methods in the __init__ of a new object.
-        def check() -> None:
-            if config.is_experimental_enabled():
-                announce()
-            # Activation checkpointing repeats a forward in the backward pass, which may follow
-            # the block that enabled it.
-            elif unannounced or not _is_in_backward_pass():
-                refuse()
-
-        self.check: Callable[[], None] = check
-
-    def announce(self) -> None:
-        """Report the first use. Compiled code reports it during compilation."""
+    @constant_when_compiled  # compiled code reports the first use during compilation
+    def announce() -> None:
         try:
-            self.unannounced.pop()  # only one thread gets the item
+            unannounced.pop()  # only one thread gets the item
         except IndexError:
             return
         import logging
 
         log_on_rank_zero(
             logging.INFO,
-            f"ENABLE_EXPERIMENTAL is True, running experimental code. ({self.name})",
+            f"ENABLE_EXPERIMENTAL is True, running experimental code. ({name})",
         )
+
+    def refuse() -> None:
+        raise ExperimentalNotEnabledError(
+            f"{name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
+            "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
+            "it within `with mcore.versioning.experimental_enabled():`."
+        )
+
+    # A function: torch.compile cannot read methods in the __init__ of a new object.
+    def check() -> None:
+        if config.is_experimental_enabled():
+            announce()
+        # Activation checkpointing repeats a forward in the backward pass, which may follow the
+        # block that enabled it.
+        elif unannounced or not _is_in_backward_pass():
+            refuse()
+
+    def gate_call(call: Callable[..., Any]) -> Callable[..., Any]:
+        # The gate is one more frame between a deprecation warning inside and the user's line.
+        return config.checking_before_calls(blaming_one_further(call), check, unannounced)
+
+    return gate_call
 
 
 @constant_when_compiled
@@ -105,7 +99,7 @@ def experimental_fn(
     *,
     max_lifetime: int = DEFAULT_LIFETIME,
     current_version: str | None = None,
-) -> FunctionDecorator:
+) -> Decorator:
     """Gate a function: a call raises unless experimental code is enabled.
 
     The gate acts at the call, before a coroutine or generator is made. The first call that passes
@@ -140,28 +134,9 @@ def experimental_fn(
         ...     fast_path(4)
         8
     """
-    check_introduction("experimental_fn", introduced_with_version, max_lifetime, current_version)
-
-    def validator(func: Any, max_lifetime: int = max_lifetime) -> Any:
-        check_lifetime(max_lifetime)
-
-        def gate_function(inner: Any) -> Any:
-            if isinstance(inner, type):
-                raise TypeError(f"{inner!r} is a class: decorate it with @experimental_cls")
-            warn_if_expired(inner, introduced_with_version, max_lifetime, current_version)
-            gate = Gate(full_name(inner))
-            # The gate is one more frame between a deprecation warning inside and the user's line.
-            gated: Any = config.checking_before_calls(
-                blaming_one_further(inner), gate.check, gate.unannounced
-            )
-            gated._experimental_api = True
-            gated._introduced_with_version = introduced_with_version
-            mark_if_coroutine_function(gated, inner)
-            return gated
-
-        return through_descriptor(func, gate_function)
-
-    return validator
+    return _make_decorator(
+        "experimental_fn", introduced_with_version, max_lifetime, current_version, _gate_function
+    )
 
 
 def experimental_cls(
@@ -169,7 +144,7 @@ def experimental_cls(
     *,
     max_lifetime: int = DEFAULT_LIFETIME,
     current_version: str | None = None,
-) -> ClassDecorator:
+) -> Decorator:
     """Gate a class: making an instance raises unless experimental code is enabled.
 
     So does making an instance of a subclass, and calling a public class method or static method of
@@ -214,18 +189,51 @@ def experimental_cls(
         ...     Cache(8).size
         8
     """
-    check_introduction("experimental_cls", introduced_with_version, max_lifetime, current_version)
+    return _make_decorator(
+        "experimental_cls", introduced_with_version, max_lifetime, current_version, _gate_class
+    )
 
-    def validator(cls: Any, max_lifetime: int = max_lifetime) -> Any:
+
+def _make_decorator(
+    name: str,
+    introduced: str,
+    max_lifetime: int,
+    current_version: str | None,
+    gate_target: Callable[[Any, GateCall], Any],
+) -> Decorator:
+    if not isinstance(introduced, str):
+        raise TypeError(
+            f"@{name} needs the version that introduced the object, not {introduced!r}. "
+            f'Write @{name}("0.1.0")'
+        )
+    for version in (introduced, current_version):
+        if version is not None:
+            Version(version)
+    check_lifetime(max_lifetime)
+
+    def validator(target: Any, /, max_lifetime: int = max_lifetime) -> Any:
         check_lifetime(max_lifetime)
-        _check_can_be_gated(cls)
-        warn_if_expired(cls, introduced_with_version, max_lifetime, current_version)
-        _gate_class(cls, Gate(full_name(cls)))
-        type.__setattr__(cls, "_experimental_api", True)
-        type.__setattr__(cls, "_introduced_with_version", introduced_with_version)
-        return cls
+
+        def gate(inner: Any) -> Any:
+            gated = gate_target(inner, _make_gate(full_name(inner)))
+            warn_if_expired(inner, introduced, max_lifetime, current_version)
+            # Past the metaclass of a class, which may refuse to set attributes.
+            set_attribute: Any = type.__setattr__ if isinstance(gated, type) else setattr
+            set_attribute(gated, "_experimental_api", True)
+            set_attribute(gated, "_introduced_with_version", introduced)
+            return gated
+
+        return through_descriptor(target, gate)
 
     return validator
+
+
+def _gate_function(func: Any, gate_call: GateCall) -> Any:
+    if isinstance(func, type):
+        raise TypeError(f"{func!r} is a class: decorate it with @experimental_cls")
+    gated = gate_call(func)
+    mark_if_coroutine_function(gated, func)
+    return gated
 
 
 def _check_can_be_gated(cls: Any) -> None:
@@ -242,12 +250,9 @@ def _check_can_be_gated(cls: Any) -> None:
     raise TypeError(f"{cls!r} is {kind}. Mark it with @experimental_api")
 
 
-def _gate_class(cls: type[Any], gate: Gate) -> None:
+def _gate_class(cls: Any, gate_call: GateCall) -> Any:
     """Gate a class in place. Past the metaclass, which may refuse to set attributes."""
-
-    def gate_call(call: Callable[..., Any]) -> Callable[..., Any]:
-        return config.checking_before_calls(blaming_one_further(call), gate.check, gate.unannounced)
-
+    _check_can_be_gated(cls)
     wrap_init(cls, gate_call)
     for name, value in list(vars(cls).items()):
         if isinstance(value, (classmethod, staticmethod)) and not name.startswith("_"):
@@ -260,26 +265,20 @@ def _gate_class(cls: type[Any], gate: Gate) -> None:
     # A dataclass that extends the class gets an __init__ of its own after __init_subclass__.
     finish = vars(cls).get("__post_init__", lambda self, *args: None)
     type.__setattr__(cls, "__post_init__", gate_call(finish))
-    _gate_subclasses(cls, gate_call)
+
+    def gate_subclass(call_own: Callable[..., Any]) -> Callable[..., Any]:
+        def gate_constructors(subclass: type[Any], /, **options: Any) -> None:
+            call_own(subclass, **options)
+            for name in ("__init__", "__post_init__"):
+                defined = vars(subclass).get(name)
+                if defined is not None:
+                    type.__setattr__(subclass, name, gate_call(defined))
+
+        return gate_constructors
+
+    wrap_init_subclass(cls, gate_subclass)
     type.__setattr__(cls, "is_experimental", _IsExperimental())
-
-
-def _gate_subclasses(cls: type[Any], gate_call: Callable[..., Any]) -> None:
-    """Gate the constructors that subclasses define, from now on."""
-    own = vars(cls).get("__init_subclass__")
-
-    def gate_subclass(subclass: type[Any], /, **options: Any) -> None:
-        if own is None:
-            super(cls, subclass).__init_subclass__(**options)
-        else:
-            own.__get__(None, subclass)(**options)
-        for name in ("__init__", "__post_init__"):
-            defined = vars(subclass).get(name)
-            if defined is not None:
-                type.__setattr__(subclass, name, gate_call(defined))
-
-    hook = wraps(getattr(own, "__func__", cls.__init_subclass__))(gate_subclass)
-    type.__setattr__(cls, "__init_subclass__", classmethod(hook))
+    return cls
 
 
 class _GatedMethod:
@@ -303,21 +302,6 @@ class _IsExperimental:
 
     def __get__(self, instance: object, owner: object = None) -> bool:
         return config.is_experimental_enabled()
-
-
-def check_introduction(
-    decorator: str, introduced: str, max_lifetime: int, current_version: str | None
-) -> None:
-    """Reject meaningless arguments of an experimental decorator."""
-    if not isinstance(introduced, str):
-        raise TypeError(
-            f"@{decorator} needs the version that introduced the object, not {introduced!r}. "
-            f'Write @{decorator}("0.1.0")'
-        )
-    Version(introduced)
-    if current_version is not None:
-        Version(current_version)
-    check_lifetime(max_lifetime)
 
 
 def check_lifetime(max_lifetime: int) -> None:
@@ -370,11 +354,8 @@ def owner_version(module: str) -> Version | None:
         owners = list(_find_owners(top_level)) or [top_level]
     if len(owners) != 1:
         return None  # a namespace that several distributions share
-    text = recorded_version(owners[0])
-    try:
-        return Version(text) if text else None
-    except InvalidVersion:
-        return None
+    text = read_version_text(recorded_version(owners[0]))
+    return None if text is None else Version(text)
 
 
 @cache

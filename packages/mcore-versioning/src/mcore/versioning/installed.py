@@ -15,8 +15,9 @@ from packaging.version import Version
 from mcore.versioning.lookup import (
     InstalledPackage,
     constant_when_compiled,
-    installed_version,
+    find_version_text,
     known_package,
+    versions_by_text,
 )
 
 Check = TypeVar("Check", bound="Callable[..., bool]")
@@ -353,7 +354,8 @@ def get_package_version(module: str, distribution: str | None = None) -> Version
         >>> get_package_version("no_such_module") is None
         True
     """
-    return installed_version(module, distribution)
+    text = find_version_text(module, distribution)
+    return None if text is None else versions_by_text[text]
 
 
 @constant_when_compiled

@@ -20,6 +20,9 @@ from mcore.versioning.signatures import display_name, inner_callables, through_d
 T = TypeVar("T")
 F = TypeVar("F", bound="Callable[..., Any] | type[Any]")
 
+# The attributes with the arguments of `deprecated`, in the order of DeprecationInfo.
+_DETAILS = ("_deprecated_version", "_removal_version", "_alternative", "_deprecation_reason")
+
 
 def deprecated(
     version: str,
@@ -92,13 +95,8 @@ Reason: Faster.
         raise ValueError(
             f"stacklevel is {stacklevel}. Pass 1 to blame the caller, 2 for the caller's caller"
         )
-    details = {
-        "_deprecated": True,
-        "_deprecated_version": version,
-        "_removal_version": removal_version,
-        "_alternative": alternative,
-        "_deprecation_reason": reason,
-    }
+    given = (version, removal_version, alternative, reason)
+    details = {"_deprecated": True, **dict(zip(_DETAILS, given, strict=True))}
 
     def deprecate(target: Any) -> Any:
         parts = (
@@ -203,13 +201,8 @@ def get_deprecation(obj: object) -> DeprecationInfo | None:
     """
     for attributes in _own_attributes(obj):
         if NOTICE_ATTRIBUTE in attributes:
-            return DeprecationInfo(
-                version=attributes["_deprecated_version"],
-                removal_version=attributes["_removal_version"],
-                alternative=attributes["_alternative"],
-                reason=attributes["_deprecation_reason"],
-                message=attributes[NOTICE_ATTRIBUTE].message,
-            )
+            details = (attributes[name] for name in _DETAILS)
+            return DeprecationInfo._make((*details, attributes[NOTICE_ATTRIBUTE].message))
     return None
 
 

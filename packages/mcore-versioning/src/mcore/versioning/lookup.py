@@ -22,7 +22,7 @@ _FAILURES_OF_IMPORTS = (
 )
 
 # Versions of installed packages, by their texts. A dict, since torch.compile can read it.
-_versions: dict[str, Version] = {}
+versions_by_text: dict[str, Version] = {}
 _SUFFIXES = (".dist-info", ".egg-info")
 _SEPARATORS = re.compile(r"[-_.]+")
 
@@ -59,7 +59,7 @@ class InstalledPackage:
     def version(self) -> Version | None:
         """The version, None if the package is absent. An unreadable version raises."""
         text = self.text()
-        return None if text is None else _versions[text]
+        return None if text is None else versions_by_text[text]
 
     def is_at_least(
         self, version: str | Version, check_equality: bool = True, release_only: bool = False
@@ -69,10 +69,10 @@ class InstalledPackage:
         installed = self.text()
         if installed is None:
             return False
-        found = _versions[installed]
+        found = versions_by_text[installed]
         answer = is_at_least(found, wanted, check_equality, release_only=release_only)
         raw, answers = self.loaded
-        if check_equality and not release_only and installed == _read_version_text(raw):
+        if check_equality and not release_only and installed == read_version_text(raw):
             if len(answers) >= _LIMIT:
                 answers.clear()
             answers[version] = answer
@@ -102,7 +102,7 @@ class InstalledPackage:
         raw = getattr(module, "__version__", None)
         if raw is not self.loaded[0]:
             self.loaded = (raw, {})
-        return _read_version_text(raw)
+        return read_version_text(raw)
 
     def _read_recorded_version(self) -> str | None:
         if self._recorded is not None:
@@ -132,7 +132,7 @@ class InstalledPackage:
         if text is None:  # metadata without a Version field. Later Pythons raise KeyError
             return None
         try:
-            _versions[text] = _parse(text)
+            versions_by_text[text] = _parse(text)
         except InvalidVersion as error:
             raise InvalidVersion(
                 f"the metadata of {distribution} has the version {text!r}, which is not a version"
@@ -150,7 +150,7 @@ class InstalledPackage:
             text = self._read_owner_version()
             if text is not None or find_spec(self.module) is None:
                 return text
-            module = importlib.import_module(self.module)
+            importlib.import_module(self.module)
         except InvalidVersion:
             raise
         except _FAILURES_OF_IMPORTS as error:
@@ -160,10 +160,7 @@ class InstalledPackage:
                 "%s is treated as absent: importing it failed with %r", self.module, error
             )
             return None
-        text = self._read_loaded_version(module)
-        if text is None:
-            self._refuse_unreadable(module)
-        return text
+        return self.text()
 
     def _refuse_unreadable(self, module: object) -> None:
         raw = getattr(module, "__version__", None)
@@ -183,14 +180,9 @@ def known_package(module: str, distribution: str | None = None) -> InstalledPack
     return _packages.get(key) or _packages.setdefault(key, InstalledPackage(*key))
 
 
-def installed_version(module: str, distribution: str | None = None) -> Version | None:
-    """Return the version of a package, None if it is absent."""
-    text = _find_version_text(module, distribution)
-    return None if text is None else _versions[text]
-
-
 @constant_when_compiled
-def _find_version_text(module: str, distribution: str | None) -> str | None:
+def find_version_text(module: str, distribution: str | None) -> str | None:
+    """Return the text of a package's version, None if it is absent."""
     return known_package(module, distribution).text()
 
 
@@ -242,13 +234,13 @@ def _parse(version: str) -> Version:
     return Version(version)
 
 
-def _read_version_text(raw: object) -> str | None:
+def read_version_text(raw: object) -> str | None:
     """Return the text of a ``__version__``: a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
         return None
     text = str(raw)
     try:
-        _versions[text] = _parse(text)
+        versions_by_text[text] = _parse(text)
     except InvalidVersion:
         return None
     return text
@@ -294,9 +286,8 @@ def _iterate_metadata_folders() -> Iterator[str]:
 
 def _find_folder(distribution: str) -> str | None:
     wanted = _normalize(distribution)
-    folders = _iterate_metadata_folders()
     # A folder is called NAME-VERSION.dist-info or NAME.egg-info.
-    for folder in folders:
+    for folder in _iterate_metadata_folders():
         name = os.path.splitext(os.path.basename(folder))[0].partition("-")[0]
         if _normalize(name) == wanted:
             return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def create_updated_function_signature(
         signature = signature_of(original_function)
     except ValueError as error:
         raise ValueError(f"{original_function!r} has no signature that can be extended") from error
-    present = list(signature.parameters.values())
     taken = [name for name in extended_kwargs if name in signature.parameters]
     if taken:
         raise ValueError(
@@ -67,10 +66,8 @@ def create_updated_function_signature(
         )
         for name, default in extended_kwargs.items()
     ]
-    end = len(present)  # **kwargs has to stay last
-    if present and present[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        end -= 1
-    return signature.replace(parameters=[*present[:end], *added, *present[end:]])
+    parameters = [*signature.parameters.values(), *added]
+    return signature.replace(parameters=sorted(parameters, key=lambda one: one.kind))
 
 
 def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
@@ -93,11 +90,19 @@ def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
     """
     import inspect
 
-    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = signature_of(func).parameters
-    if name in parameters and parameters[name].kind not in collecting:
-        return True
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return any(
+        p.kind is inspect.Parameter.VAR_KEYWORD
+        or (p.name == name and p.kind is not inspect.Parameter.VAR_POSITIONAL)
+        for p in signature_of(func).parameters.values()
+    )
+
+
+def positional_names(func: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters that a call may pass by position, in order."""
+    import inspect
+
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature_of(func).parameters.values() if p.kind in by_position]
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
@@ -200,12 +205,7 @@ class NullDecorator:
         """Return this object."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let an exception pass."""
 
 

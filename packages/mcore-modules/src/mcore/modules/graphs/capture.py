@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.graphable import GraphableMegatronModule
+from mcore.modules.graphs.graphable import GraphableMegatronModule, refuse_hooks
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import (
     GraphRunner,
     GraphSpec,
+    GraphStateError,
     graph_capturing,
     preserved_state,
 )
@@ -228,13 +228,7 @@ def _check_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatronMo
             raise GraphStateError(f"{name} is in evaluation mode. Call train() before the capture")
         if layer.cuda_graphs:
             raise GraphStateError(f"{name} has graphs. Call delete_graphs() before the capture")
-        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            raise GraphStateError(f"{name} has hooks, which a graph would leave out. Remove them")
-        if layer._forward_pre_hooks and not layer.cuda_graph_manual_hooks:
-            raise GraphStateError(
-                f"{name} has forward pre-hooks, which a graph would leave out. Remove them or call "
-                "setup_manual_hooks()"
-            )
+        refuse_hooks(layer, name)
     return checked
 
 

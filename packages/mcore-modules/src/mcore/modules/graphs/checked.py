@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mcore.modules.errors import GraphInputMismatch, GraphStateError
-from mcore.modules.graphs.runner import FlightToken, GraphSpec
+from mcore.modules.graphs.runner import (
+    FlightToken,
+    GraphInputMismatch,
+    GraphSpec,
+    GraphStateError,
+)
 from mcore.modules.precision import conversion_helper
 from mcore.modules.traversal import iter_modules
 
@@ -72,6 +76,7 @@ class CheckedGraph:
         self._strict = strict
         self._watches_backward = watches_backward
         self._last: weakref.ref[FlightToken] | None = None
+        self.backward_dw: Callable[[], object] | None = None  # computes delayed weight gradients
 
     @property
     def is_busy(self) -> bool:
@@ -116,7 +121,7 @@ class CheckedGraph:
 
     def reset(self) -> None:
         """Free the graph. Later calls raise GraphStateError. A second reset does nothing."""
-        self._replay = None
+        self._replay = self.backward_dw = None
         free, self._free = self._free, None
         if free is not None:
             free()
@@ -198,8 +203,9 @@ class InputSignature:
         first = next(chain(args, kwargs.values()), None)
         self._device_type = "cpu" if first is None else first.device.type
         self._autocast = autocast_dtype(self._device_type)
-        self._args = [signature_of(tensor) for tensor in args]
-        self._kwargs = {name: signature_of(tensor) for name, tensor in kwargs.items()}
+        self._expected: dict[int | str, TensorSignature] = {
+            name: signature_of(tensor) for name, tensor in _name_inputs(args, kwargs).items()
+        }
 
     def check(
         self,
@@ -211,22 +217,13 @@ class InputSignature:
         """Raise GraphInputMismatch with every difference of these inputs from the sample."""
         # The usual case first, without building messages.
         autocast = autocast_dtype(self._device_type)
+        given, expected = _name_inputs(args, kwargs), self._expected
         if (
             autocast is self._autocast
-            and len(args) == len(self._args)
-            and kwargs.keys() == self._kwargs.keys()
-            and all(
-                _is_fitting(a, b, with_gradients) for a, b in zip(args, self._args, strict=True)
-            )
-            and all(
-                _is_fitting(kwargs[name], self._kwargs[name], with_gradients) for name in kwargs
-            )
+            and given.keys() == expected.keys()
+            and all(_is_fitting(given[name], expected[name], with_gradients) for name in expected)
         ):
             return
-        expected: dict[int | str, TensorSignature] = dict(enumerate(self._args))
-        given: dict[int | str, torch.Tensor] = dict(enumerate(args))
-        expected.update(self._kwargs)
-        given.update(kwargs)
         differences = [*_compare_inputs(expected, given, with_gradients)]
         if autocast is not self._autocast:
             differences.append(f"autocast is {autocast}, captured with {self._autocast}")
@@ -234,6 +231,15 @@ class InputSignature:
             "the inputs differ from the captured ones. Pass the same kind or make a new capture: "
             + "; ".join(differences)
         )
+
+
+def _name_inputs(
+    args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tensor]
+) -> dict[int | str, torch.Tensor]:
+    """Return inputs by position or name."""
+    named: dict[int | str, torch.Tensor] = dict(enumerate(args))
+    named.update(kwargs)
+    return named
 
 
 def _is_fitting(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool) -> bool:
@@ -277,8 +283,6 @@ class LayerTensors:
         owners = list(iter_modules(module))
         parameters = _list_captured([owner._parameters for owner in owners], named)
         buffers = _list_captured([owner._buffers for owner in owners], named)
-        # Plain tuples with only the fields that each call needs, since calls are frequent.
-        self._held = [(entry.held, entry.key, entry.tensor, entry.pointer) for entry in parameters]
         self._frozen = [entry for entry in parameters if not entry.required_grad]
         self._buffers = buffers
         self._entries = parameters
@@ -286,7 +290,7 @@ class LayerTensors:
 
     def check(self, *, with_gradients: bool) -> list[torch.Tensor]:
         """Return the parameters. ReplacedTensorError if a tensor's memory has changed."""
-        for held, key, captured, pointer in self._held:
+        for held, key, captured, pointer, *_ in self._entries:
             tensor = held.get(key)
             if tensor is not captured or (pointer and tensor.data_ptr() != pointer):
                 raise _make_replaced_error(self._entries, with_gradients)

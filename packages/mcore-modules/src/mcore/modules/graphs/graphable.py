@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config import read_field
-from mcore.modules.errors import GraphStateError
+from mcore.modules.config import is_switched_on, read_field
 from mcore.modules.graphs.local import LocalGraphManager
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
+from mcore.modules.graphs.runner import (
+    GraphedCallable,
+    GraphRunner,
+    GraphStateError,
+    is_graph_capturing,
+)
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
 from mcore.tensor.device import device_of
@@ -30,7 +36,12 @@ class GraphableMegatronModule(MegatronModule):
 
     Outputs of a graph are in its memory, which later calls overwrite. Clone an output that is kept
     over several calls: under ``torch.no_grad()`` in training mode, where no backward follows, and
-    after the backward. Or call ``eval()`` for rollouts, which run eagerly.
+    after the backward. Or call ``eval()`` for rollouts, which run eagerly. On a CPU the next call
+    fills such an output with NaN.
+
+    A graph repeats the captured work. Hooks of the layer itself that are registered after the
+    capture raise GraphStateError, or run eagerly with ``"local"``. Other hooks, modes and children
+    of modules below are refused on a CPU, but not noticed on other devices.
 
     Copies and pickles have no graphs, manual hooks or manager state. They get a new default
     manager.
@@ -59,6 +70,7 @@ class GraphableMegatronModule(MegatronModule):
 
     graph_runner: GraphRunner | None
     cudagraph_manager: Any
+    backward_dw_wrapper: BackwardDWWrapper | None = None
 
     def __init__(
         self,
@@ -170,6 +182,54 @@ class GraphableMegatronModule(MegatronModule):
             if any(parameter is not None for parameter in module._parameters.values())
         ]
 
+    def init_backward_dw_wrapper(self) -> None:
+        """Set ``backward_dw_wrapper``, whose ``backward_dw()`` computes delayed weight gradients.
+
+        Does nothing unless the configuration enables both ``overlap_moe_expert_parallel_comm`` and
+        ``delay_wgrad_compute``. The wrapper calls ``backward_dw`` of the layer's ``mlp`` for its
+        shared experts, if it has any, then that of its ``self_attention``. Copies and pickles of
+        the layer have no wrapper.
+
+        Raises:
+            ValueError: The layer has no configuration.
+            TypeError: The layer has no ``self_attention`` with ``backward_dw``.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> layer = GraphableMegatronModule(SimpleNamespace(delay_wgrad_compute=False))
+            >>> layer.init_backward_dw_wrapper()
+            >>> layer.backward_dw_wrapper is None
+            True
+        """
+        if self.config is None:
+            raise ValueError(f"{type(self).__name__} has no configuration. Pass one to the layer")
+        fields = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+        if all(is_switched_on(read_field(self.config, name, None)) for name in fields):
+            object.__setattr__(self, "backward_dw_wrapper", BackwardDWWrapper(self))
+
+    def set_te_cuda_graph_backward_dw_wrapper(self) -> None:
+        """Let the next ``backward_dw_wrapper.backward_dw()`` replay the current microbatch's graph.
+
+        Call it after the layer's forward of that microbatch. If its graph was captured without
+        delayed weight gradients, the wrapper calls the layer's functions as before.
+
+        Raises:
+            GraphStateError: There is no wrapper, see :meth:`init_backward_dw_wrapper`, or no graph.
+
+        Example:
+            >>> layer = GraphableMegatronModule(None)
+            >>> try:
+            ...     layer.set_te_cuda_graph_backward_dw_wrapper()
+            ... except GraphStateError as error:
+            ...     print(error)
+            GraphableMegatronModule has no wrapper. Call init_backward_dw_wrapper() first
+        """
+        if self.backward_dw_wrapper is None:
+            name = type(self).__name__
+            raise GraphStateError(f"{name} has no wrapper. Call init_backward_dw_wrapper() first")
+        graph = self._get_current_graph()
+        self.backward_dw_wrapper.graphed = getattr(graph, "backward_dw", None)
+
     def _get_submodules_under_cudagraphs(self) -> list[torch.nn.Module]:
         """Return the modules that graphs cover: this layer. Override it for partial capture."""
         return [self]
@@ -178,17 +238,21 @@ class GraphableMegatronModule(MegatronModule):
         """Run the captured function: the forward, without this module's hooks."""
         return self.forward(*args, **kwargs)
 
-    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the manual hooks, then the graph of the current microbatch.
-
-        TypeError for bad arguments, GraphStateError without graphs.
-        """
-        _check_tensors(args, kwargs)
+    def _get_current_graph(self) -> GraphedCallable:
         if not self.cuda_graphs:
             raise GraphStateError(
                 f"{type(self).__name__} has no graphs to replay. Call capture_graphs() first"
             )
-        graph = self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]
+        return self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the manual hooks, then the graph of the current microbatch.
+
+        TypeError for bad arguments, GraphStateError without graphs or with hooks that cannot run.
+        """
+        _check_tensors(args, kwargs)
+        graph = self._get_current_graph()
+        refuse_hooks(self, type(self).__name__)
         graph_args, graph_kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
@@ -198,16 +262,13 @@ class GraphableMegatronModule(MegatronModule):
         self, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the graph: ``hidden_states`` by position, the others by name."""
-        graph_kwargs = dict(kwargs)
-        has_keyword = graph_kwargs.get("hidden_states") is not None
-        if args and has_keyword:
+        hidden_states = kwargs.pop("hidden_states", None)
+        if args and hidden_states is not None:
             raise TypeError("hidden_states is given twice. Pass it by position or by name")
-        if not args and not has_keyword:
+        if not args and hidden_states is None:
             raise TypeError("hidden_states is missing. Pass it")
-        hidden_states = graph_kwargs.pop("hidden_states", None)
-        graph_args = args or (hidden_states,)
-        graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
-        return graph_args, graph_kwargs
+        kwargs["is_first_microbatch"] = self.current_microbatch == 0
+        return args or (hidden_states,), kwargs
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the layer's manager runs this call."""
@@ -235,6 +296,7 @@ class GraphableMegatronModule(MegatronModule):
         # Graphs hold memory addresses of this process: a copy starts without them.
         state = dict(vars(self))
         had_manager = state.pop("cudagraph_manager", None) is not None
+        state.pop("backward_dw_wrapper", None)
         state.update(cuda_graphs=[], cuda_graph_manual_hooks=[], _had_manager=had_manager)
         return state
 
@@ -251,16 +313,53 @@ class GraphableMegatronModule(MegatronModule):
         return super().__deepcopy__(memo)
 
 
+def refuse_hooks(layer: GraphableMegatronModule, name: str) -> None:
+    """Raise GraphStateError if a layer has hooks that its graphs leave out."""
+    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        raise GraphStateError(f"{name} has hooks, which a graph would leave out. Remove them")
+    if layer._forward_pre_hooks and not layer.cuda_graph_manual_hooks:
+        raise GraphStateError(
+            f"{name} has forward pre-hooks, which a graph would leave out. Remove them or call "
+            "setup_manual_hooks()"
+        )
+
+
+class BackwardDWWrapper:
+    """Computes the weight gradients of a layer that are not computed in its backward.
+
+    Args:
+        layer: Its ``self_attention`` has ``backward_dw()``. If its ``mlp`` has shared experts, that
+            has ``backward_dw(routed_experts, shared_experts)``.
+
+    Raises:
+        TypeError: The layer has no ``self_attention`` with ``backward_dw``.
+    """
+
+    def __init__(self, layer: GraphableMegatronModule) -> None:
+        attention = getattr(getattr(layer, "self_attention", None), "backward_dw", None)
+        if not callable(attention):
+            raise TypeError(
+                f"{type(layer).__name__} has no self_attention with backward_dw(), which computes "
+                "its weight gradients"
+            )
+        self._eager: list[Callable[[], Any]] = [attention]
+        mlp: Any = getattr(layer, "mlp", None)
+        if getattr(mlp, "shared_experts", None) is not None:
+            experts = partial(mlp.backward_dw, routed_experts=False, shared_experts=True)
+            self._eager.insert(0, experts)
+        self.graphed: Callable[[], Any] | None = None  # runs instead in the next call
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of one microbatch."""
+        graphed, self.graphed = self.graphed, None
+        for compute in self._eager if graphed is None else [graphed]:
+            compute()
+
+
 def _check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for index, value in enumerate(args):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"positional argument {index} is a {type(value).__name__}. A graph accepts tensors "
-                "only"
-            )
-    for name, value in kwargs.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"keyword argument {name!r} is a {type(value).__name__}. A graph accepts tensors "
-                "and None only"
-            )
+    for place, value in chain(enumerate(args), kwargs.items()):
+        is_named = isinstance(place, str)
+        if not (isinstance(value, torch.Tensor) or (is_named and value is None)):
+            where = f"keyword argument {place!r}" if is_named else f"positional argument {place}"
+            accepted = "tensors and None" if is_named else "tensors"
+            raise TypeError(f"{where} is a {type(value).__name__}. A graph accepts {accepted} only")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.errors import GraphStateError
 from mcore.modules.graphs.checked import (
     ReplacedTensorError,
     autocast_dtype,
@@ -27,6 +26,7 @@ from mcore.modules.graphs.runner import (
     GraphedCallable,
     GraphRunner,
     GraphSpec,
+    GraphStateError,
     MemoryPool,
     graph_capturing,
     is_graph_capturing,
@@ -247,7 +247,7 @@ class LocalGraphManager:
             pool=pool,
         )
         # Hooks around the capture, such as those of a checkpoint, must not see its saved tensors.
-        without_hooks = torch.autograd.graph.saved_tensors_hooks(_keep_tensor, _keep_tensor)
+        without_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with graph_capturing(), preserved_state([module], device), without_hooks:
             [graph] = self.runner.capture(
                 [spec],
@@ -255,10 +255,6 @@ class LocalGraphManager:
                 allow_unused_input=True,
             )
         return graph
-
-
-def _keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _is_free(graph: Any, pool: MemoryPool | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from mcore.modules.graphs.runner import (
     GraphedCallable,
     GraphRunner,
     GraphSpec,
+    GraphStateError,
     refusing_plain_forks,
 )
 from mcore.modules.graphs.te_runner import TEGraphRunner, recipe_of
 from mcore.modules.graphs.torch_runner import TorchGraphRunner
 from mcore.modules.precision import conversion_helper
+from mcore.modules.traversal import iter_modules
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +85,13 @@ class EagerGraphRunner:
 
     A test on the CPU finds errors that would occur with real graphs on an accelerator. As a real
     graph overwrites its outputs, a call fills the outputs of the last call with NaN (integers with
-    the largest value, booleans with their opposite).
+    the largest value, booleans with their opposite). As a real graph repeats only recorded work, a
+    call raises GraphStateError if a module below the layer has got other hooks, children or another
+    mode (``train()``, ``eval()``) since the capture.
 
     Args:
-        strict: Make all checks. False omits those of gradients, of calls in flight and of random
-            streams, and outputs are not overwritten.
+        strict: Make all checks. False omits those of gradients, of calls in flight, of random
+            streams and of modules below, and outputs are not overwritten.
 
     Example:
         >>> import torch
@@ -128,8 +133,12 @@ class _EagerReplay:
     def __init__(self, spec: GraphSpec) -> None:
         self._function = spec.fn
         self._outputs: list[torch.Tensor] = []
+        # Weak: a graph must not keep a layer alive.
+        self._layer = weakref.ref(spec.module)
+        self._recorded = weakref.WeakKeyDictionary(_describe_modules(spec.module))
 
     def __call__(self, call: GraphCall) -> Any:
+        self._refuse_changes()
         args = [self._copy_input(tensor) for tensor in call.args]
         kwargs = {name: self._copy_input(tensor) for name, tensor in call.kwargs.items()}
         with refusing_plain_forks():
@@ -138,6 +147,19 @@ class _EagerReplay:
             _overwrite(last)
         self._outputs = []
         return conversion_helper(outputs, self._copy_output)
+
+    def _refuse_changes(self) -> None:
+        layer = self._layer()
+        present = {} if layer is None else _describe_modules(layer)
+        if layer is None or present == dict(self._recorded):
+            return
+        names = {module: name or "the layer itself" for name, module in layer.named_modules()}
+        changed = [names[one] for one in present if present[one] != self._recorded.get(one)]
+        raise GraphStateError(
+            f"{', '.join(changed)} of {type(layer).__name__} has another mode or other hooks than "
+            "at the capture, or is new. A replay would run as captured. Undo the change or make a "
+            "new capture"
+        )
 
     def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy an input that is an output of the last call, as a graph does before it runs."""
@@ -151,6 +173,22 @@ class _EagerReplay:
         copied = leaf.clone()
         self._outputs.append(copied.detach())
         return copied
+
+
+def _describe_modules(layer: torch.nn.Module) -> dict[torch.nn.Module, tuple[Any, ...]]:
+    """Return the mode of each module of a layer, with the numbers of its hooks.
+
+    Without hooks of the layer itself: no graph runs them, and its caller runs or refuses them.
+    """
+    described = {
+        module: (module.training, *(tuple(getattr(module, hooks)) for hooks in _HOOKS))
+        for module in iter_modules(layer)
+    }
+    return described | {layer: (layer.training,)}
+
+
+# Torch counts hooks: a number is used only once.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _overwrite(tensor: torch.Tensor) -> None:

@@ -11,12 +11,20 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mcore.modules.errors import GraphStateError
 from mcore.parallel.rng import (
     get_all_rng_states,
     get_cuda_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
 )
+from mcore.tensor.device import resolve_device
+
+
+class GraphStateError(RuntimeError):
+    """The state of a graph does not allow a request, for example a replay before its capture."""
+
+
+class GraphInputMismatch(ValueError):  # noqa: N818 - a documented name
+    """A graph is called with inputs that differ from the captured inputs."""
 
 
 class MemoryPool:
@@ -228,12 +236,13 @@ def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) ->
     # Modules may share buffers: each is saved once.
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-    tracker = _TrackerState()
-    if device.type == "cpu":
-        fork = torch.random.fork_rng(devices=[])
-    else:
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        fork = torch.random.fork_rng(devices=[index], device_type=device.type)
+    devices = [] if device.type == "cpu" else [resolve_device(device).index]
+    fork = torch.random.fork_rng(devices, device_type=device.type)
+    # The random streams of the process-wide tracker: tensors, or live generators.
+    tracker: Any = get_cuda_rng_tracker()
+    states: dict[str, Any] = dict(tracker.get_states())
+    live = [(g, g.get_state()) for g in states.values() if isinstance(g, torch.Generator)]
+    seeds = set(getattr(tracker, "seeds_", ()))
     try:
         with fork:
             yield
@@ -241,30 +250,12 @@ def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) ->
         with torch.no_grad():
             for buffer, value in saved:
                 buffer.copy_(value)
-        tracker.restore()
-
-
-class _TrackerState:
-    """The random streams of the process-wide tracker: tensors, or live generators."""
-
-    def __init__(self) -> None:
-        self._tracker = get_cuda_rng_tracker()
-        self._states: dict[str, Any] = dict(self._tracker.get_states())
-        self._live = {
-            name: state.get_state()
-            for name, state in self._states.items()
-            if isinstance(state, torch.Generator)
-        }
-        self._seeds = set(getattr(self._tracker, "seeds_", ()))
-
-    def restore(self) -> None:
         # In place: captured graphs use these generator objects.
-        for name, state in self._live.items():
-            self._states[name].set_state(state)
-        if self._states:
-            self._tracker.set_states(self._states)
-            # set_states forgets the used seeds.
-            self._tracker.seeds_ = self._seeds  # type: ignore[attr-defined]
+        for generator, state in live:
+            generator.set_state(state)
+        if states:
+            tracker.set_states(states)
+            tracker.seeds_ = seeds  # set_states forgets the used seeds
 
 
 def tracker_generators() -> list[torch.Generator]:

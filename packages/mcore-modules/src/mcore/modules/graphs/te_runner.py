@@ -121,7 +121,9 @@ class TEGraphRunner:
                 )
             for spec, call in zip(slot, graphed, strict=True):
                 free = getattr(call, "reset", None)
-                yield CheckedGraph(spec, _replay_with(call), free=free)
+                graph = CheckedGraph(spec, _replay_with(call), free=free)
+                graph.backward_dw = getattr(call, "backward_dw", None)
+                yield graph
 
         return capture_by_slot(specs, capture_slot)
 

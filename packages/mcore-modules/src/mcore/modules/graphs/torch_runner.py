@@ -47,10 +47,12 @@ class GraphDevice(Protocol):
 class _TorchDevice:
     """The graphs of ``torch.cuda`` or ``torch.xpu`` on one device, which need not be current."""
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, device: torch.device) -> None:
+        self._module = _find_device_module(device)
+        if self._module is None:
+            raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
         self._device = device
-        self.pool = module.graph_pool_handle
+        self.pool = self._module.graph_pool_handle
 
     def graph(self) -> Any:
         graph_class = getattr(self._module, "CUDAGraph", None) or self._module.XPUGraph
@@ -126,7 +128,7 @@ class TorchGraphRunner:
                 (*spec.args, *spec.kwargs.values(), *spec.module.parameters()) for spec in slot
             )
             location = device_of(chain.from_iterable(tensors))
-            device = self._device or _find_graph_device(location)
+            device = self._device or _TorchDevice(location)
             generators = [g for g in tracker_generators() if g.device == location]
             recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
             # Casts that autocast has cached would be missing from the captured work.
@@ -163,7 +165,7 @@ def _record(
             recording.run_forward()
     for recording, pool in reversed(list(zip(recordings, pools, strict=True))):
         recording.prepare_backward()
-        if recording.wanted and recording.grad_outputs:
+        if recording.wanted and any(grad is not None for grad in recording.grad_outputs):
             with device.capturing(recording.backward_graph, pool):
                 # Graphs that share a pool across captures keep the saved tensors of their forwards.
                 recording.run_backward(keep=recording.shares_pool)
@@ -216,8 +218,6 @@ class _Recording:
         self.grad_outputs = [
             torch.zeros_like(output) if output.requires_grad else None for output in self.outputs
         ]
-        if not any(grad is not None for grad in self.grad_outputs):
-            self.grad_outputs = []
 
     def run_backward(self, *, keep: bool) -> None:
         if not self.grad_outputs:
@@ -331,20 +331,8 @@ def _find_device_module(device: torch.device) -> Any:
     return module if module is not None and has_graphs and module.is_available() else None
 
 
-def _find_graph_device(device: torch.device) -> GraphDevice:
-    module = _find_device_module(device)
-    if module is None:
-        raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
-    return _TorchDevice(module, device)
-
-
-class _Place:
-    """A placeholder for a tensor in a template."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+class _Place(int):
+    """A placeholder for a tensor in a template: its index."""
 
 
 class OutputTemplate:
@@ -371,5 +359,5 @@ class OutputTemplate:
         if isinstance(self._template, _Place):
             return tensors[0]
         return conversion_helper(
-            self._template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
+            self._template, lambda leaf: tensors[leaf] if isinstance(leaf, _Place) else leaf
         )

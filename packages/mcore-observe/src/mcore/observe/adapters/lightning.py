@@ -12,7 +12,7 @@ import torch
 
 from mcore.observe.adapters.trainer_log import TrainerLog
 from mcore.observe.extras import require_extra
-from mcore.observe.runs.run_log import RunLog
+from mcore.observe.runs.state import RunLog
 from mcore.observe.sinks.delivery.process_end import status_of
 
 require_extra("lightning", "mcore.observe.adapters.lightning")

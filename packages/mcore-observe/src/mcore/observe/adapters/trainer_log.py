@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mcore.observe.rank_logging import writes_log
 from mcore.observe.runs.config import ConfigContainer
-from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.slow_ranks import log_slow_ranks
+from mcore.observe.runs.state import RunLog
 from mcore.observe.sinks.delivery.process_end import on_process_end
 from mcore.observe.sinks.trackers import import_libraries
 from mcore.observe.straggler.detector import StragglerDetector

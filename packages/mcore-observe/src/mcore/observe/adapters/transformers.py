@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore.observe.adapters.trainer_log import TrainerLog
 from mcore.observe.extras import require_extra
-from mcore.observe.runs.run_log import RunLog
+from mcore.observe.runs.state import RunLog
 from mcore.observe.sinks.scalars import as_number
 
 require_extra("transformers", "mcore.observe.adapters.transformers")

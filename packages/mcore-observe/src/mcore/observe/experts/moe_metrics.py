@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,8 +184,18 @@ class MoEMetricsTracker:
             names = sorted(self._metrics)
         else:
             names = [track_names] if isinstance(track_names, str) else list(track_names)
-        if force_initialize:
-            self._initialize(names, num_layers, mtp_num_layers)
+        missing = [name for name in names if name not in self._metrics]
+        if force_initialize and missing:
+            if num_layers is None:
+                raise ValueError(
+                    f"force_initialize needs num_layers to make zeros for {missing}: give the "
+                    "layers of the whole model"
+                )
+            known = next(iter(self._metrics.values()), None)
+            device = comm_device() if known is None else known.pending.device
+            for name in missing:
+                total = num_layers + (mtp_num_layers or 0)
+                self._metrics[name] = _LayerMetric.zeros(total, device)
         metrics = {name: self._metrics[name] for name in names if name in self._metrics}
         layers: dict[str, torch.Tensor] = {}
         values: dict[str, torch.Tensor] = {}
@@ -279,21 +289,6 @@ class MoEMetricsTracker:
         numbers = read_scalars(reduced.values | by_layer | reduced.percentiles(percentiles))
         write_scalars(numbers, iteration, writer, wandb_writer)
         return _format_text({name: numbers[name] for name in texts})
-
-    def _initialize(
-        self, names: Iterable[str], num_layers: int | None, mtp_num_layers: int | None
-    ) -> None:
-        missing = [name for name in names if name not in self._metrics]
-        if missing and num_layers is None:
-            raise ValueError(
-                f"force_initialize needs num_layers to make zeros for {missing}: give the layers "
-                "of the whole model"
-            )
-        known = next(iter(self._metrics.values()), None)
-        device = comm_device() if known is None else known.pending.device
-        for name in missing:
-            total = (num_layers or 0) + (mtp_num_layers or 0)
-            self._metrics[name] = _LayerMetric.zeros(total, device)
 
 
 def _reduce_over_ranks(

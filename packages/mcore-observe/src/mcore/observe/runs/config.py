@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore.observe.reports.progress import SECONDS_PER_UNIT
+from mcore.observe.reports import SECONDS_PER_UNIT
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 

@@ -67,7 +67,14 @@ def maybe_inject_state(
         return functools.partial(forward_step_func, **{parameter.name: state})
     if index == 0:
         return functools.partial(forward_step_func, state)
-    return functools.partial(_call_with_state, forward_step_func, index, parameter.name, state)
+
+    def call_with_state(*args: Any, **kwargs: Any) -> Any:
+        if len(args) >= index:
+            return forward_step_func(*args[:index], state, *args[index:], **kwargs)
+        # Fewer positional arguments are given.
+        return forward_step_func(*args, **kwargs, **{parameter.name: state})
+
+    return call_with_state
 
 
 def prepare_forward_step_func(
@@ -91,21 +98,6 @@ def prepare_forward_step_func(
         True
     """
     return maybe_inject_state(forward_step_func, state)
-
-
-def _call_with_state(
-    forward_step_func: Callable[..., Any],
-    index: int,
-    name: str,
-    state: Any,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call with the state at its position, or by name if fewer positional arguments are given."""
-    if len(args) >= index:
-        return forward_step_func(*args[:index], state, *args[index:], **kwargs)
-    return forward_step_func(*args, **kwargs, **{name: state})
 
 
 def _find_state_parameter(

@@ -258,12 +258,9 @@ def _format_values(runs: Sequence[Run]) -> str:
     rows = []
     for name in _list_names(runs)[:_MAX_CHARTS]:
         for run in runs:
-            points = run.points(name)
-            if points:
-                values = [value for _, value in points if math.isfinite(value)] or [math.nan]
-                numbers = (points[0][1], points[-1][1], min(values), max(values))
-                cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
-                rows.append([*cells, *(f"{n:.5g}" for n in numbers), str(_count_nan(points))])
+            if name in run.curves:
+                texts, count = run.summarize(name, 5)
+                rows.append([name, run.name, *texts, str(count)])
     titles = ("metric", "run", "steps", "first", "last", "least", "largest", "NaN")
     return _format_html_table(titles, rows)
 

@@ -1,24 +1,26 @@
-"""The state of a training process: progress, timers, trackers."""
+"""The state of a training process: progress, timers, trackers, and the log of a run."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from mcore.observe.rank_logging import writes_log
-from mcore.observe.reports.energy import EnergyMonitor
-from mcore.observe.runs.config import ConfigContainer, LoggerConfig
+from mcore.observe.reports import EnergyMonitor
+from mcore.observe.runs.config import ConfigContainer, DatasetConfig, LoggerConfig, TrainingConfig
 from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
 from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
 from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
-from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import (
     TRACKERS,
@@ -29,6 +31,7 @@ from mcore.observe.sinks.trackers import (
 )
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
+from mcore.observe.training_log.measures import DATA_TIMER
 from mcore.observe.training_log.step import StepInput
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
@@ -96,59 +99,11 @@ class TrainState:
             setattr(self, field.name, plain)
 
 
-class _Lazy:
-    """An attribute that is built at its first read, even if it is None. It may be assigned too."""
-
-    def __init__(self, build: Callable[[GlobalState], Any]) -> None:
-        self._build = build
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, state: GlobalState | None, owner: type) -> Any:
-        if state is None:
-            return self
-        if self._name not in state._built:
-            state._built[self._name] = self._build(state)
-        return state._built[self._name]
-
-    def __set__(self, state: GlobalState, value: Any) -> None:
-        state._built[self._name] = value
-
-
-def _get_logger_config(state: GlobalState) -> Any:
-    return getattr(state.cfg, "logger", None)
-
-
-def _build_timers(state: GlobalState) -> Timers:
-    logger = _get_logger_config(state) or LoggerConfig()
-    return Timers(logger.timing_log_level, logger.timing_log_option)
-
-
 def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
-    settings = _get_logger_config(state)
+    settings = getattr(state.cfg, "logger", None)
     if not spec.is_wanted(settings) or not writes_log(state):
         return None
     return open_tracker(spec, settings, state.cfg, state._run_ids.pop(spec.attribute, None))
-
-
-def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
-    if not writes_log(state):
-        return None
-    settings, begins_anew = _get_logger_config(state), state._counter.first_step == 0
-    file = open_metrics_file(settings, state.start_time if begins_anew else None)
-    if file is not None and state._writes_config:
-        write_config(settings, state.cfg)
-    return file
-
-
-def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
-    wanted = getattr(_get_logger_config(state), "log_energy", False)
-    if not wanted or not torch.accelerator.is_available():
-        return None
-    monitor = EnergyMonitor()
-    monitor.setup()
-    return monitor
 
 
 class GlobalState:
@@ -175,15 +130,11 @@ class GlobalState:
         straggler_timer: A straggler detector for the training loop, or None.
         moe_metrics: The tracker of router metrics, or None for that of the process.
         mtp_metrics: The tracker of multi-token prediction, or None for that of the process.
-        timers: The timers, with level and option of the configuration.
         tensorboard_logger: A ``SummaryWriter`` or None.
         wandb_logger: A W&B run or None. ``log`` works in the background. Its other attributes, and
             those of the next two, wait until it is open.
         mlflow_logger: An MLflow run or None. ``log_metrics`` works in the background.
         comet_logger: A Comet experiment or None. ``log_metrics`` works in the background.
-        metrics_file: The :class:`mcore.observe.JsonlSink` in the run's folder, or None.
-        energy_monitor: An energy monitor or None, on all ranks or on none. It counts from its
-            first read.
 
     Raises:
         ValueError: A tracker is read, but its run has no name.
@@ -195,13 +146,10 @@ class GlobalState:
         (0, None)
     """
 
-    timers: Any = _Lazy(_build_timers)
     tensorboard_logger: Any  # these are set below, for each of TRACKERS
     wandb_logger: Any
     mlflow_logger: Any
     comet_logger: Any
-    metrics_file: Any = _Lazy(_open_metrics_file)
-    energy_monitor: Any = _Lazy(_build_energy_monitor)
 
     def __init__(
         self,
@@ -221,11 +169,38 @@ class GlobalState:
         self._flops_at_last_log: float | None = None
         self._writes_config = False
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
-        self._built: dict[str, Any] = {}
         self._counter = StepCounter()
         self._stop_watching: Callable[[], None] = lambda: None
         if self.extra_sinks:
             self._watch()
+
+    # Each is built at its first read, and may be assigned too.
+    @functools.cached_property
+    def timers(self) -> Any:
+        """The timers, with level and option of the configuration."""
+        logger = getattr(self.cfg, "logger", None) or LoggerConfig()
+        return Timers(logger.timing_log_level, logger.timing_log_option)
+
+    @functools.cached_property
+    def metrics_file(self) -> Any:
+        """The :class:`mcore.observe.JsonlSink` in the run's folder, or None."""
+        if not writes_log(self):
+            return None
+        settings, begins_anew = getattr(self.cfg, "logger", None), self._counter.first_step == 0
+        file = open_metrics_file(settings, self.start_time if begins_anew else None)
+        if file is not None and self._writes_config:
+            write_config(settings, self.cfg)
+        return file
+
+    @functools.cached_property
+    def energy_monitor(self) -> Any:
+        """An energy monitor or None, on all ranks or on none. It counts from its first read."""
+        wanted = getattr(getattr(self.cfg, "logger", None), "log_energy", False)
+        if not wanted or not torch.accelerator.is_available():
+            return None
+        monitor = EnergyMonitor()
+        monitor.setup()
+        return monitor
 
     def _watch(self) -> None:
         """Close the state when the process ends, unless the state was collected before."""
@@ -261,6 +236,38 @@ class GlobalState:
             []
         """
         return [sink for _, sink in log_state_of(self).sinks.of(self)]
+
+    def tracker(self, name: str) -> Any:
+        """Return the live object of a tracker's library, for images, histograms and files.
+
+        It waits until the run is open. Metrics still go through the log.
+
+        Args:
+            name: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or ``"comet"``.
+
+        Returns:
+            A ``SummaryWriter``, a W&B run, an ``MlflowClient`` (the id of its run is
+            ``mlflow_logger.run_id``) or a Comet experiment. None on ranks that write nothing, after
+            :meth:`close`, and if the event files cannot be written.
+
+        Raises:
+            ValueError: On all ranks: the name is unknown, or the settings do not turn it on.
+            Exception: The tracker cannot be opened.
+
+        Example:
+            >>> state = GlobalState(ConfigContainer())
+            >>> state.tracker("wandb")
+            Traceback (most recent call last):
+            ...
+            ValueError: this run has no tracker 'wandb': set wandb_project
+        """
+        spec = next((spec for spec in TRACKERS if spec.name == name), None)
+        if spec is None:
+            raise ValueError(f"tracker got {name!r}: give one of {[one.name for one in TRACKERS]}")
+        if not spec.is_wanted(getattr(self.cfg, "logger", None)):
+            raise ValueError(f"this run has no tracker {name!r}: set {spec.wanted_by}")
+        client = getattr(self, spec.attribute)
+        return client.get_client() if isinstance(client, TrackerRun) else client
 
     def log_metrics(
         self, metrics: Mapping[str, Any], *, step: int | None = None, versus_samples: bool = True
@@ -385,20 +392,21 @@ class GlobalState:
             0
         """
         for tracker in TRACKERS:
-            client = self._built.get(tracker.attribute)
+            client = vars(self).pop(tracker.attribute, None)
             if client is not None:
                 tracker.restart(client)
                 if tracker.continues_at_restart:
                     self._run_ids[tracker.attribute] = getattr(client, "run_id", None) or None
-        if self._built.get("metrics_file") is not None:
-            self._built["metrics_file"].close()
-        if self._built.get("energy_monitor") is not None:
-            self._built["energy_monitor"].shutdown()
+        file, monitor = (vars(self).pop(name, None) for name in ("metrics_file", "energy_monitor"))
+        if file is not None:
+            file.close()
+        if monitor is not None:
+            monitor.shutdown()
         if hasattr(self.mtp_metrics, "reset"):
             self.mtp_metrics.reset()
-        self._built.clear()
         self._counter = StepCounter()
-        self.__dict__.pop(LOG_STATE, None)
+        for name in ("timers", LOG_STATE):
+            vars(self).pop(name, None)
         self.train_state = TrainState()
         self.start_time = time.time()
         self._flops_at_last_log = None
@@ -419,23 +427,149 @@ class GlobalState:
             >>> GlobalState().close()
         """
         self._stop_watching()
-        for tracker in TRACKERS:  # do not open a tracker that was never read
-            self._built.setdefault(tracker.attribute, None)
-        self._built.setdefault("metrics_file", None)
-        clients = [self._built[tracker.attribute] for tracker in TRACKERS]
-        close_together([run for run in clients if isinstance(run, TrackerRun)], status)
+        names = [*(tracker.attribute for tracker in TRACKERS), "metrics_file"]
+        for name in names:  # do not open a tracker that was never read
+            vars(self).setdefault(name, None)
+        runs = [vars(self)[name] for name in names]
+        close_together([run for run in runs if isinstance(run, TrackerRun)], status)
         for sink in log_state_of(self).sinks.of(self):
             sink[1].close(status)
-        self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))
-        self._built["metrics_file"] = None
+        vars(self).update(dict.fromkeys(names))
         for further in () if writes_log(self) else self.extra_sinks:
             GuardedSink(type(further).__name__, further).close(status)
         self.extra_sinks = ()
-        if self._built.get("energy_monitor") is not None:
-            self._built["energy_monitor"].shutdown()
+        if vars(self).get("energy_monitor") is not None:
+            self.energy_monitor.shutdown()
 
 
 for _spec in TRACKERS:
-    _client = _Lazy(functools.partial(_open_tracker, _spec))
+    _client = functools.cached_property(functools.partial(_open_tracker, _spec))
     _client.__set_name__(GlobalState, _spec.attribute)
     setattr(GlobalState, _spec.attribute, _client)
+
+
+class RunLog(GlobalState):
+    """The log of a run: console, ``metrics.jsonl`` in the run's folder, and trackers.
+
+    The settings are written to ``config.json``, without secrets.
+
+    Every rank makes one and calls :meth:`log_step`. The last rank writes. Use a ``with`` block to
+    report to trackers how the run ended. To resume, save :meth:`state_dict` with a checkpoint and
+    load it before the first step: counters and trackers continue, and metrics logged after the
+    checkpoint are dropped or overwritten. A run that loads nothing is new. If its folder has the
+    ``metrics.jsonl`` of an earlier run, that file is renamed, with a WARNING.
+
+    Args:
+        run_dir: Folder of the run. ``python -m mcore.observe show`` reads it.
+        batch_size: Samples of one step on one rank.
+        train_iters: Steps of the whole run, or None.
+        seq_length: Tokens of a sample, for tokens per second. None if samples have no fixed length.
+        log_every: Steps between lines, and between values of trackers and files. Only these steps
+            wait for the device.
+        tensorboard: Write event files into the folder ``tensorboard`` of the run.
+        mlflow: Address of an MLflow server, or a database such as ``sqlite:///mlflow.db``.
+        wandb: A Weights & Biases project.
+        sinks: Additional sinks.
+        settings: Further settings of :class:`mcore.observe.LoggerConfig`.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting does not exist.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with RunLog(tempfile.mkdtemp(), batch_size=8) as log:
+        ...     for step in range(1, 4):
+        ...         log.log_step({"loss": torch.tensor(1.0 / step)}, lr=1e-3)
+        >>> log.train_state.consumed_train_samples
+        24
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        batch_size: int = 1,
+        train_iters: int | None = None,
+        seq_length: int | None = None,
+        log_every: int = 10,
+        tensorboard: bool = False,
+        mlflow: str | None = None,
+        wandb: str | None = None,
+        sinks: Sequence[MetricSink] = (),
+        **settings: Any,
+    ) -> None:
+        for argument, count in (("batch_size", batch_size), ("seq_length", seq_length)):
+            if count is not None and count < 1:
+                raise ValueError(f"RunLog got {argument}={count}: give a number of at least 1")
+        folder = Path(run_dir)
+        name = folder.absolute().name
+        chosen: dict[str, Any] = {
+            "run_dir": str(folder),
+            "log_interval": log_every,
+            "tensorboard_log_interval": log_every,
+        }
+        if tensorboard:
+            chosen["tensorboard_dir"] = str(folder / "tensorboard")
+        if mlflow is not None:
+            experiment = folder.absolute().parent.name or "runs"
+            chosen |= {"mlflow_experiment": experiment, "mlflow_run_name": name}
+            chosen["mlflow_tracking_uri"] = mlflow
+        if wandb is not None:
+            chosen |= {"wandb_project": wandb, "wandb_exp_name": name}
+            chosen["wandb_save_dir"] = str(folder)
+        logger = LoggerConfig(**chosen | settings)
+        logger.finalize()
+        config = ConfigContainer(
+            logger=logger,
+            train=TrainingConfig(micro_batch_size=batch_size, train_iters=train_iters),
+            dataset=DatasetConfig(seq_length=seq_length),
+        )
+        super().__init__(config, extra_sinks=sinks)
+        self._writes_config = True
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Measure the wait for data. The console line shows it in percent of the time.
+
+        Example:
+            >>> import tempfile
+            >>> log = RunLog(tempfile.mkdtemp())
+            >>> with log.data():
+            ...     batch = [1, 2, 3]
+        """
+        timer = self.timers(DATA_TIMER, log_level=0)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters for a checkpoint.
+
+        Returns:
+            Tensors of :class:`mcore.observe.TrainState`.
+
+        Example:
+            >>> import tempfile
+            >>> RunLog(tempfile.mkdtemp()).state_dict()["step"]
+            tensor(0)
+        """
+        return self.train_state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue a run from the counters of a checkpoint, before the first step is logged.
+
+        Args:
+            state_dict: The result of :meth:`state_dict`.
+
+        Example:
+            >>> import tempfile
+            >>> log = RunLog(tempfile.mkdtemp())
+            >>> log.load_state_dict({"step": 7})
+            >>> log.cfg.logger.resume_step
+            7
+        """
+        self.train_state.load_state_dict(state_dict)
+        self.cfg.logger.resume_step = self.train_state.step

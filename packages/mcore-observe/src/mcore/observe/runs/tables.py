@@ -37,6 +37,15 @@ class Run:
     settings: dict[str, str] = field(default_factory=dict)
     slow: Verdicts = field(default_factory=dict)
 
+    def summarize(self, name: str, digits: int) -> tuple[list[str], int]:
+        """Return steps, first, last, least and largest value of a metric, and the number of NaN."""
+        points = self.points(name)
+        finite = [value for _, value in points if math.isfinite(value)]
+        ends = (points[0][1], points[-1][1], min(finite, default=math.nan))
+        numbers = (*ends, max(finite, default=math.nan))
+        texts = [f"{points[0][0]}-{points[-1][0]}", *(f"{n:.{digits}g}" for n in numbers)]
+        return texts, len(points) - len(finite)
+
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
         """Read a run.
@@ -108,21 +117,11 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
     counts: list[int] = []
     for name in names or run.curves:
         points = run.points(name)
-        values = [value for _, value in points if math.isfinite(value)]
-        counts.append(len(points) - len(values))
         if not points:
             raise KeyError(f"{run.name} has no metric {name!r}: it has {sorted(run.curves)}")
-        rows.append(
-            (
-                name,
-                f"{points[0][0]}-{points[-1][0]}",
-                f"{points[0][1]:.4g}",
-                f"{points[-1][1]:.4g}",
-                f"{min(values, default=math.nan):.4g}",
-                f"{max(values, default=math.nan):.4g}",
-                sparkline([value for _, value in points]),
-            )
-        )
+        texts, count = run.summarize(name, 4)
+        counts.append(count)
+        rows.append((name, *texts, sparkline([value for _, value in points])))
     head: Sequence[str] = ("metric", "steps", "first", "last", "least", "largest", "")
     if any(counts):  # steps without a finite value
         head = (*head[:-1], "NaN", "")

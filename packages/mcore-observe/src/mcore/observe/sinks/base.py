@@ -66,10 +66,6 @@ class ScalarRules:
     versus_samples: bool = False  # some scalars are also logged over the samples consumed
 
 
-def _keep_open(client: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class TrackerSpec:
     """The facts of a tracker, stated once: its names, its settings and its functions.
@@ -87,7 +83,9 @@ class TrackerSpec:
     open: Callable[[Opening], Any]  # a TrackerRun, never waits. A writer or None if local
     adapt: Callable[[Any], MetricSink]
     rules: ScalarRules = ScalarRules()
-    restart: Callable[[Any], None] = _keep_open  # before training restarts in this process
+    restart: Callable[[Any], object] = lambda client: (
+        None
+    )  # before training restarts in this process
     continues_at_restart: bool = False  # the same run
     is_local: bool = False  # it writes files itself, without a spool
 
@@ -161,14 +159,8 @@ class GuardedSink:
 
     def close(self, status: str = "FINISHED") -> None:
         """Close the sink with the status of the run, even if it was switched off."""
-
-        def close() -> None:
-            if accepts(self.sink.close, "status"):
-                self.sink.close(status=status)
-            else:
-                self.sink.close()
-
-        self._try("close", close)
+        options = {"status": status} if accepts(self.sink.close, "status") else {}
+        self._try("close", lambda: self.sink.close(**options))
 
     def _try(self, action: str, call: Callable[[], None]) -> None:
         try:

@@ -64,7 +64,7 @@ class CometRun(ClientRun[Any]):
         for entry in entries:
             connection.log_metrics(dict(entry.metrics), step=entry.step)
 
-    def _end(self, connection: Any, status: str) -> None:
+    def _end_run(self, connection: Any, status: str) -> None:
         _end(connection, status)
 
 

@@ -9,13 +9,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import Any
 
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec, accepts
-from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, StepMetrics
+from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
 from mcore.observe.sinks.scalars import plain_numbers
 from mcore.observe.sinks.secrets import config_params, mask_secrets, without_secrets
@@ -274,9 +274,10 @@ def _as_kept(value: float) -> float | str:
 class MlflowRun(TrackerRun[MlflowConnection]):
     """One run of an MLflow experiment, which accepts metrics before it is open.
 
-    Metrics are sent in the background, the metrics of a second in one call, and a training step
-    never waits for them. While the server or the database is unreachable, values are kept, after
-    one WARNING, and sent once it responds: all values with a spool, else the last 100000.
+    Metrics are sent in the background, the metrics of a second in one call, under sanitized names.
+    A training step never waits for them. While the server or the database is unreachable, values
+    are kept, after one WARNING, and sent once it responds: all values with a spool, else the last
+    100000.
 
     The run is opened by :meth:`open`, or in the background while metrics wait in their order. A
     run that cannot be opened is one WARNING. It is retried until it succeeds, unless MLflow is
@@ -311,51 +312,17 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         r1 FINISHED
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], MlflowConnection],
-        *,
-        name: str = "MLflow",
-        spool: Spool | None = None,
-        closing_s: float = 10.0,
-        earlier: EarlierSpools | None = None,
-        on_open: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(
-            connect,
-            name=name,
-            spool=spool,
-            closing_s=closing_s,
-            max_per_call=_METRICS_PER_BATCH,
-            earlier=earlier,
-            on_open=on_open,
-        )
+    _label = "MLflow"
+    max_per_call = _METRICS_PER_BATCH
 
     @property
     def client(self) -> Any:
         """The ``mlflow.tracking.MlflowClient``, None until the run is open."""
         return None if self._connection is None else self._connection.client
 
-    def log_metrics(
-        self,
-        metrics: Mapping[str, float | None],
-        step: int | None = None,
-        *,
-        time_s: float | None = None,
-    ) -> None:
-        """Send metrics of one step in the background.
-
-        Args:
-            metrics: Numbers by name. None is dropped, NaN is kept. Names are sanitized.
-            step: The step. None is 0.
-            time_s: When they were measured, in seconds of ``time.time()``. None is now.
-
-        Raises:
-            RuntimeError: The run was closed.
-            Exception: An error of MLflow for metrics sent earlier.
-        """
-        named = {sanitize_metric_name(name): value for name, value in metrics.items()}
-        super().log_metrics(named, step, time_s=time_s)
+    def get_client(self) -> Any:
+        """Return the ``mlflow.tracking.MlflowClient``, waiting until the run is open."""
+        return self.open().client
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Send settings, waiting for them. Values are cut after 6000 characters.
@@ -368,6 +335,9 @@ class MlflowRun(TrackerRun[MlflowConnection]):
                 setting that already has another value.
         """
         _send_params(self.open(), params)
+
+    def _rename(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {sanitize_metric_name(name): value for name, value in metrics.items()}
 
     def _get_run_id(self, connection: MlflowConnection) -> str:
         return connection.run_id
@@ -384,13 +354,11 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         if metrics:
             connection.writer.log_batch(connection.run_id, metrics=metrics)
 
-    def _end(self, connection: MlflowConnection, status: str) -> None:
+    def _end_run(self, connection: MlflowConnection, status: str) -> None:
         connection.writer.set_terminated(connection.run_id, status)
 
     def _is_unreachable(self, error: Exception) -> bool:
-        if self.is_open:
-            return is_unreachable(error)
-        return not isinstance(error, (ImportError, ValueError))
+        return is_unreachable(error)
 
 
 def _send_params(connection: MlflowConnection, params: Mapping[str, str]) -> None:
@@ -518,9 +486,17 @@ class _Connect:
             if self.only_new_steps or self.resume_step is not None:
                 found_metrics = client.get_run(self.run_id).to_proto().data.metrics
                 last_steps = {metric.key: metric.step for metric in found_metrics}
-            known = {}
-            if self.resume_step is not None:
-                known = _read_later_values(client, self.run_id, self.resume_step, last_steps)
+            known: dict[str, dict[int, float]] = {}  # after the resumed step, the latest values
+            after = self.resume_step
+            for name, last in last_steps.items():
+                if after is not None and last > after:
+                    # A later value of the same step replaces an earlier one in the dictionary.
+                    history = client.get_metric_history(self.run_id, name)
+                    known[name] = {
+                        metric.step: metric.value
+                        for metric in sorted(history, key=lambda metric: metric.timestamp)
+                        if metric.step > after
+                    }
             connection = MlflowConnection(
                 client,
                 self.run_id,
@@ -528,22 +504,8 @@ class _Connect:
                 last_steps=last_steps if self.only_new_steps else {},
                 known=known,
             )
-            if self.params:
-                _send_params(connection, self.params)
+            _send_params(connection, self.params or {})
         return connection
-
-
-def _read_later_values(
-    client: Any, run_id: str, step: int, last_steps: Mapping[str, int]
-) -> dict[str, dict[int, float]]:
-    """Return the values of a run after a step, by name and step: the latest value of each."""
-    known: dict[str, dict[int, float]] = {}
-    for name, last in last_steps.items():
-        if last > step:
-            # A later value of the same step replaces an earlier one in the dictionary.
-            history = sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)
-            known[name] = {metric.step: metric.value for metric in history if metric.step > step}
-    return known
 
 
 def _is_active(client: Any, run_id: str) -> bool:

@@ -6,12 +6,14 @@ import collections
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.scalars import plain_numbers
+from mcore.observe.sinks.secrets import config_params
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ def forget_later_events(folder: Path, step: int) -> None:
     A writer's ``purge_step`` would treat samples as steps. The n-th value of a scalar over samples
     belongs to the step of the n-th value of the scalar with the same name over steps.
     """
-    for path in _list_files(folder):
+    for path in sorted(folder.glob("events.out.tfevents.*")):
         _rewrite(path, step)
 
 
@@ -102,10 +104,6 @@ def _rewrite(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def _list_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
-
-
 def _read_events(path: Path) -> Iterator[Any]:
     """Yield the complete records. A killed process leaves an incomplete last one."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -126,7 +124,14 @@ def _open(opening: Opening) -> Any:
             forget_later_events(folder, opening.resume_step)
         # A killed process loses only the last moments. The writer would keep two minutes.
         queue = opening.settings.tensorboard_queue_size
-        return SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        writer: Any = SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        params = config_params(opening.config)
+        if params and opening.resume_step is None:
+            # Without an experiment's summary, the HParams tab shows all scalars of the run.
+            summary: Any = import_module("torch.utils.tensorboard.summary")
+            _, start, _ = summary.hparams(params, {})
+            writer.file_writer.add_summary(start)
+        return writer
     except Exception as error:
         logger.warning("cannot write event files to %s: %s", folder, error)
         return None

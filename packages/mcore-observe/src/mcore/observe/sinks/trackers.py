@@ -33,7 +33,7 @@ def open_tracker(
     folder = run_folder_of(settings)
     resume_step = getattr(settings, "resume_step", None)
     if spec.is_local:
-        return spec.open(Opening(settings, resume_step=resume_step))
+        return spec.open(Opening(settings, config, resume_step=resume_step))
     spools = spool_folder_of(settings)
     run_id = earlier_run_id
     if run_id is None and resume_step is not None and folder is not None:

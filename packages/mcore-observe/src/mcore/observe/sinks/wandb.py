@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import glob
 import json
 import os
@@ -113,8 +114,9 @@ class WandbRun(ClientRun[_Connection]):
         """
         self.close(None if exit_code is None else "FAILED" if exit_code else "FINISHED")
 
-    def _get_client(self, connection: _Connection) -> Any:
-        return connection.run
+    def get_client(self) -> Any:
+        """Return W&B's run, waiting until it is open."""
+        return self.open().run
 
     def _get_run_id(self, connection: _Connection) -> str:
         return connection.run_id
@@ -143,7 +145,7 @@ class WandbRun(ClientRun[_Connection]):
     ) -> Sequence[StepMetrics]:
         return [entry for entry in entries if entry.step > connection.last_step]
 
-    def _end(self, connection: _Connection, status: str) -> None:
+    def _end_run(self, connection: _Connection, status: str) -> None:
         _finish(connection.run, status)
         wait_until_written(connection.run)
         super()._settle([entry for entry, _ in self._held])
@@ -166,7 +168,10 @@ def _open(opening: Opening) -> WandbRun:
 
             known = wandb.setup().settings
         if known.mode in ("online", "shared"):
-            _probe(known.base_url)
+            # Raises within seconds if no server responds: wandb.init would wait for minutes, and
+            # the library waits for that call even at the end of the process.
+            with contextlib.suppress(urllib.error.HTTPError):  # a response
+                urllib.request.urlopen(known.base_url, timeout=_PROBE_S).close()
         with without_secrets(TRACKER.label):
             is_online = known.mode == "online"
             return _connect(opening, params, run_id, is_new=is_new, is_online=is_online)
@@ -176,30 +181,24 @@ def _open(opening: Opening) -> WandbRun:
     return run
 
 
-def _probe(base_url: str) -> None:
-    """Raise within seconds if no server responds: ``wandb.init`` would wait for minutes.
-
-    The library waits for that call even at the end of the process.
-    """
-    try:
-        urllib.request.urlopen(base_url, timeout=_PROBE_S).close()
-    except urllib.error.HTTPError:  # a response
-        return
-
-
 def _connect(
     opening: Opening, params: Mapping[str, str], run_id: str, *, is_new: bool, is_online: bool
 ) -> _Connection:
     import wandb
 
     settings = opening.settings
+    records: dict[str, Any] = {}  # that may contain secrets
+    if not getattr(settings, "wandb_log_console", False):
+        records["console"] = "off"
+    if not getattr(settings, "wandb_log_environment", False):
+        records |= {"x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
     options: dict[str, Any] = {
         "project": settings.wandb_project,
         "name": settings.wandb_exp_name,
         "dir": settings.wandb_save_dir,
         "entity": settings.wandb_entity,
         "config": dict(params),
-        "settings": _choose_records(settings),
+        "settings": records,
     }
     if is_new:
         return _Connection(wandb.init(**options, id=run_id), run_id)
@@ -214,16 +213,6 @@ def _connect(
         int(run.step) - 1 if is_online else last_offline_step(settings.wandb_save_dir, run_id)
     )
     return _Connection(run, run_id, last_step)
-
-
-def _choose_records(settings: Any) -> dict[str, Any]:
-    """Return W&B's settings for the records that may contain secrets."""
-    chosen: dict[str, Any] = {}
-    if not getattr(settings, "wandb_log_console", False):
-        chosen["console"] = "off"
-    if not getattr(settings, "wandb_log_environment", False):
-        chosen |= {"x_disable_meta": True, "x_save_requirements": False, "disable_git": True}
-    return chosen
 
 
 def last_offline_step(save_dir: str | None, run_id: str) -> int:

@@ -25,7 +25,7 @@ from mcore.observe.straggler.ranges import (
     make_ranges,
 )
 from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
-from mcore.observe.straggler.reporter import Pace, Reporter
+from mcore.observe.straggler.reporter import Reporter
 from mcore.observe.straggler.sections import (
     SectionTimers,
     check_sections,
@@ -35,7 +35,6 @@ from mcore.observe.straggler.sections import (
 from mcore.observe.straggler.server.routes import ControllerState
 from mcore.observe.straggler.settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.telemetry import guard_telemetry, telemetry_of
-from mcore.observe.straggler.verdict import OutlierRule
 from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
@@ -181,23 +180,12 @@ class StragglerDetector:
         # A device without an index is the current device at the beginning of a range.
         device = torch.device(current_device().type if settings.device is None else settings.device)
         ranges = make_ranges(device, prefill=settings.prefill, sample_every=settings.sample_every)
-        telemetry = settings.telemetry
-        rule = OutlierRule(
-            settings.z_threshold, settings.relative_threshold, settings.individual_threshold
-        )
-        self._reporter = Reporter(
-            exchange,
-            telemetry_of(device) if telemetry is None else guard_telemetry(telemetry),
-            Pace(settings.report_every_s),
-            world=world,
-            amp=settings.amp,
-            num_listed=settings.mmcnt,
-            names=names,
-            rule=rule,
-        )
+        given = settings.telemetry
+        telemetry = telemetry_of(device) if given is None else guard_telemetry(given)
+        self._reporter = Reporter(settings, names, exchange, telemetry)
         self.world, self.rank = world, rank
         self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port
-        self._timers = SectionTimers(self, names)
+        self._timers = SectionTimers(self._open, self.__exit__, names)
         self._on_straggler = settings.on_straggler
         self._state = ControllerState(rank=rank, world_size=world, enabled=settings.enabled)
         self._use_ranges(ranges)
@@ -240,7 +228,7 @@ class StragglerDetector:
     @property
     def toggle(self) -> bool:
         """Whether a change of timing is requested on this rank for the end of the next report."""
-        return self._state.status().pending is not None
+        return self._state.status()["pending"] is not None
 
     @property
     def last_report(self) -> StragglerReport | None:
@@ -484,7 +472,8 @@ class StragglerDetector:
         """Count a step, and :meth:`report` about every ``report_every_s`` seconds.
 
         Every rank calls it after every step. At each report the ranks agree on the number of steps
-        to the next, without further communication. The first report is after 16 steps.
+        to the next, without further communication. The first report is after 16 steps. Until a
+        verdict is possible, reports come ten times as often, but not within 16 steps.
 
         Args:
             flops: Operations of the whole job in this step.

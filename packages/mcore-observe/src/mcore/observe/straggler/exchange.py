@@ -11,6 +11,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,37 +159,17 @@ class Exchange:
         self._order: torch.Tensor | None = None
 
     def gather(
-        self,
-        *,
-        enabled: bool,
-        wanted: bool,
-        metrics: Sequence[float] = UNKNOWN_METRICS,
-        stats: Mapping[int, SectionStats] | None = None,
-        total_flops: float = 0.0,
-        log_interval: int = 0,
-        dropped: int = 0,
-        next_interval: int = 0,
+        self, stats: Mapping[int, SectionStats] | None = None, **columns: Any
     ) -> GatheredRows:
-        """Exchange rows with the other ranks. Every rank calls it.
+        """Exchange rows, with the columns of :func:`encode_row`, with the other ranks.
 
-        Collective: an all-gather over the group, which gloo runs as an all-to-all, and another of
-        names at the first call. No communication for a single rank. RuntimeError on all ranks if
-        their sections differ.
+        Every rank calls it. Collective: an all-gather over the group, which gloo runs as an
+        all-to-all, and another of names at the first call. No communication for a single rank.
+        RuntimeError on all ranks if their sections differ.
         """
         if not self.hosts:
             self._introduce()
-        row = encode_row(
-            self.sections_hash,
-            stats or {},
-            self._num_sections,
-            enabled=enabled,
-            wanted=wanted,
-            metrics=metrics,
-            log_interval=log_interval,
-            total_flops=total_flops,
-            dropped=dropped,
-            next_interval=next_interval,
-        )
+        row = encode_row(self.sections_hash, stats or {}, self._num_sections, **columns)
         rows = GatheredRows(self._gather(row), self.ranks, self._order)
         _reject_ranks(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
         return rows

@@ -32,6 +32,7 @@ from mcore.observe.straggler.verdict import (
     compute_chance,
     compute_least_excess,
     expected_place,
+    is_finite,
     measure_deviation,
 )
 from mcore.parallel.shortened import shorten
@@ -265,31 +266,12 @@ Extremes: TypeAlias = "tuple[tuple[float, int], tuple[float, int]]"
 _NO_EXTREMES: Extremes = ((math.nan, -1), (math.nan, -1))
 
 
-def row_medians(rows: torch.Tensor) -> list[float]:
-    """Return the median of the finite values of each row: of two middle values, their mean."""
-    num_known = [rows.shape[1]] * len(rows)
-    if not _is_finite(rows):
-        is_finite = rows.isfinite()
-        rows, num_known = rows.where(is_finite, torch.nan), is_finite.sum(dim=1).tolist()
-    # The lower of two. With dim= torch would also find its index, which takes 50 % longer.
-    lower = torch.stack([row.nanmedian() for row in rows])
-    is_above = rows > lower.unsqueeze(1)
-    upper = rows.where(is_above, torch.inf).amin(dim=1)
-    numbers = zip(
-        lower.tolist(), upper.tolist(), is_above.sum(dim=1).tolist(), num_known, strict=True
-    )
-    return [
-        (low + high) / 2 if 2 * num_above == known else low
-        for low, high, num_above, known in numbers
-    ]
-
-
 def row_extremes(rows: torch.Tensor) -> list[Extremes]:
     """Return the extremes of the finite values of each row. NaN and -1 if there are none."""
     low = high = rows
-    if not _is_finite(rows):
-        is_finite = rows.isfinite()
-        low, high = rows.where(is_finite, torch.inf), rows.where(is_finite, -torch.inf)
+    if not is_finite(rows):
+        known = rows.isfinite()
+        low, high = rows.where(known, torch.inf), rows.where(known, -torch.inf)
     # Of equal values min and max return the first.
     ends = zip(*(part.tolist() for part in (*low.min(dim=1), *high.max(dim=1))), strict=True)
     return [
@@ -301,11 +283,3 @@ def row_extremes(rows: torch.Tensor) -> list[Extremes]:
 def relative_scores(medians: torch.Tensor) -> torch.Tensor:
     """Return the fastest rank's median over that of each rank, ``[..., world]``. NaN: no data."""
     return medians.nan_to_num(torch.inf, torch.inf).amin(dim=-1, keepdim=True) / medians
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite, by their sum: much cheaper than checking each value.
-
-    A sum that overflows returns False, which only costs time.
-    """
-    return math.isfinite(values.sum().item())

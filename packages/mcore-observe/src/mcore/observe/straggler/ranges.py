@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -236,17 +236,6 @@ def _take_all(items: list[_Item]) -> list[_Item]:
     return taken
 
 
-class _TimingEvent(Protocol):
-    """The methods of ``torch.Event(device, enable_timing=True)`` that are used."""
-
-    def record(self) -> Any: ...
-    def synchronize(self) -> Any: ...
-    def elapsed_time(self, end_event: Any, /) -> float: ...
-
-
-_EventPair: TypeAlias = "tuple[_TimingEvent, _TimingEvent]"
-
-
 class EventPool:
     """Pairs of events for reuse. Any thread may call it.
 
@@ -258,7 +247,7 @@ class EventPool:
         self._prefill = prefill
         self._capacity = max(prefill, _MIN_CAPACITY)
         self._lock = threading.Lock()
-        self._free: list[_EventPair] = []
+        self._free: list[tuple[Any, Any]] = []
         self.num_made = 0
 
     def fill(self) -> None:
@@ -267,7 +256,7 @@ class EventPool:
             while self.num_made < self._prefill:
                 self._free.append(self._make_pair())
 
-    def take(self) -> _EventPair | None:
+    def take(self) -> tuple[Any, Any] | None:
         """Return a pair, or None if all events are in use."""
         try:
             return self._free.pop()
@@ -275,7 +264,7 @@ class EventPool:
             with self._lock:
                 return self._make_pair() if self.num_made + 2 <= self._capacity else None
 
-    def give_back(self, pairs: Iterable[_EventPair]) -> None:
+    def give_back(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         """Take pairs back."""
         self._free.extend(pairs)
 
@@ -285,7 +274,7 @@ class EventPool:
             free, self._free = self._free, []
             self.num_made -= 2 * len(free)
 
-    def _make_pair(self) -> _EventPair:
+    def _make_pair(self) -> tuple[Any, Any]:
         self.num_made += 2
         return self._make_event(), self._make_event()
 

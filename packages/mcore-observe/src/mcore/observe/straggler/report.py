@@ -26,9 +26,9 @@ from mcore.observe.straggler.outliers import (
     find_outliers,
     relative_scores,
     row_extremes,
-    row_medians,
 )
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
+from mcore.observe.straggler.verdict import row_medians
 
 ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int]]]
 

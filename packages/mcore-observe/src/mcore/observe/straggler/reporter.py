@@ -17,6 +17,7 @@ from mcore.observe.straggler.exchange import (
 from mcore.observe.straggler.outliers import PastReports, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 from mcore.observe.straggler.report import RankComparison
+from mcore.observe.straggler.settings import StragglerSettings
 from mcore.observe.straggler.telemetry import Reading
 from mcore.observe.straggler.verdict import OutlierRule
 
@@ -43,23 +44,20 @@ class Reporter:
 
     def __init__(
         self,
+        settings: StragglerSettings,
+        names: Sequence[str],
         exchange: Exchange,
         telemetry: Callable[[], Reading],
-        pace: Pace,
-        *,
-        world: int,
-        amp: float,
-        num_listed: int,
-        names: Sequence[str],
-        rule: OutlierRule,
     ) -> None:
-        self.exchange, self.telemetry, self.pace = exchange, telemetry, pace
-        self._world, self._amp = world, amp
-        self._num_listed = num_listed
-        self._names = names
-        self._rule = rule
+        self.exchange, self.telemetry = exchange, telemetry
+        self.pace = Pace(settings.report_every_s)
+        self._settings, self._names = settings, names
+        self._rule = OutlierRule(
+            settings.z_threshold, settings.relative_threshold, settings.individual_threshold
+        )
         self._past: PastReports | None = None
         self._num_measuring = 0
+        self._is_measuring = True
 
     def report(
         self,
@@ -84,20 +82,24 @@ class Reporter:
                 math.nan if compute is None else elapsed_ms / log_interval,
                 math.nan if data is None else data.max_ms,
                 *self.telemetry(),
-                etpt_tf(total_flops, elapsed_ms, world=self._world, amp=self._amp),
+                etpt_tf(
+                    total_flops, elapsed_ms, world=self._settings.world, amp=self._settings.amp
+                ),
             )
         rows = self.exchange.gather(
+            stats,
             enabled=enabled,
             wanted=wanted,
             metrics=metrics,
-            stats=stats,
             total_flops=total_flops,
             log_interval=log_interval,
             dropped=dropped,
-            next_interval=self.pace.wanted_interval(),
+            next_interval=self.pace.wanted_interval(is_measuring=self._is_measuring),
         )
         self.pace.restart(rows.next_interval())
-        return rows, self.compare(rows, local_sections) if rows.has_interval else None
+        comparison = self.compare(rows, local_sections) if rows.has_interval else None
+        self._is_measuring = comparison is not None and comparison.is_measuring
+        return rows, comparison
 
     def compare(
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
@@ -122,7 +124,7 @@ class Reporter:
         """Log the slow ranks, and the report if it has a throughput. Return whether it has."""
         has_throughput = comparison.total_flops > 0
         if has_throughput and logger.isEnabledFor(logging.INFO):
-            for line in report_lines(comparison, num_ranks=self._num_listed):
+            for line in report_lines(comparison, num_ranks=self._settings.mmcnt):
                 logger.info("%s", line)
         if logger.isEnabledFor(logging.WARNING):
             for line in outlier_lines(comparison.stragglers):
@@ -207,10 +209,16 @@ class Pace:
         self.flops += flops
         return self.steps >= self._interval
 
-    def wanted_interval(self) -> int:
-        """Return the number of steps that this rank makes in the time between reports."""
+    def wanted_interval(self, *, is_measuring: bool) -> int:
+        """Return the number of steps that this rank makes in the time between reports.
+
+        The time is a tenth, and at least 16 steps, while the noise is measured.
+        """
         took_s = time.monotonic() - self._began
-        return max(1, round(self.steps * self._every_s / took_s)) if took_s > 0 else _FIRST_STEPS
+        if took_s <= 0:
+            return _FIRST_STEPS
+        steps = max(1, round(self.steps * self._every_s / took_s))
+        return min(steps, max(_FIRST_STEPS, steps // 10)) if is_measuring else steps
 
     def restart(self, interval: int) -> None:
         """Start to count the agreed number of steps."""

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
-from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from mcore.observe.straggler.ranges import SectionStats
 
@@ -18,6 +17,8 @@ logger = logging.getLogger("mcore.observe.straggler")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Open: TypeAlias = Callable[[int], None]
+_Close: TypeAlias = Callable[..., object]
 
 _BUILT_IN = ("compute", "data")
 _MAX_SECTIONS = 64
@@ -50,48 +51,33 @@ def section_hash(names: Sequence[str]) -> float:
     return float(digest & ((1 << _HASH_BITS) - 1))
 
 
-class _Detector(Protocol):
-    """Opens and closes ranges."""
-
-    def _open(self, kind: int) -> None: ...
-    def __exit__(
-        self,
-        ex_type: type[BaseException] | None,
-        ex_val: BaseException | None,
-        ex_tb: TracebackType | None,
-    ) -> object: ...
-
-
 class SectionTimer:
     """Times the body of a with statement as a section. It nests, and threads may share it."""
 
-    __slots__ = ("_detector", "_kind")
+    __slots__ = ("_close", "_kind", "_open")
 
-    def __init__(self, detector: _Detector, kind: int) -> None:
-        self._detector = detector
-        self._kind = kind
+    def __init__(self, open_range: _Open, close_range: _Close, kind: int) -> None:
+        self._open, self._close, self._kind = open_range, close_range, kind
 
     def __enter__(self) -> None:
-        self._detector._open(self._kind)
+        self._open(self._kind)
 
-    def __exit__(
-        self,
-        ex_type: type[BaseException] | None,
-        ex_val: BaseException | None,
-        ex_tb: TracebackType | None,
-    ) -> None:
-        self._detector.__exit__(ex_type, ex_val, ex_tb)
+    def __exit__(self, *raised: Any) -> None:
+        self._close(*raised)
 
 
 class SectionTimers:
-    """The timers of sections by name. Undeclared sections are numbered in order of first use."""
+    """The timers of sections by name. Undeclared sections are numbered in order of first use.
 
-    def __init__(self, detector: _Detector, names: Sequence[str]) -> None:
-        self._detector = detector
+    They open a range of a kind, and close it with the exception that ends it.
+    """
+
+    def __init__(self, open_range: _Open, close_range: _Close, names: Sequence[str]) -> None:
+        self._make = functools.partial(SectionTimer, open_range, close_range)
         self._lock = threading.Lock()
         self._num_declared = len(names)
         self._has_warned = self._has_warned_of_many = False
-        self._timers = {name: SectionTimer(detector, kind) for kind, name in enumerate(names)}
+        self._timers = {name: self._make(kind) for kind, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> AbstractContextManager[None]:
         """Return the timer of a section. ValueError for a name that is empty or not text."""
@@ -120,7 +106,7 @@ class SectionTimers:
                         _MAX_UNDECLARED,
                     )
                 return nullcontext()
-            timer = SectionTimer(self._detector, len(self._timers))
+            timer = self._make(len(self._timers))
             self._timers[name] = timer
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:

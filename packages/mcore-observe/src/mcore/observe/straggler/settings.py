@@ -51,10 +51,12 @@ class StragglerSettings:
             (time of the faster ranks over the rank's) is below this. 1.0 leaves the decision to
             the noise.
         individual_threshold: A rank has become slow if its usual time over its time is below this,
-            above 0, and the noise does not explain it.
+            above 0, and the noise does not explain it. The default means 0.96 for a rank without
+            peers, which has nothing else to be compared with.
         telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz). None reads
             NVML, or amdsmi through torch.
-        report_every_s: About how often :meth:`StragglerDetector.report_if_due` reports, in seconds.
+        report_every_s: About how often :meth:`StragglerDetector.report_if_due` reports, in seconds,
+            and ten times as often while the noise is measured.
         on_straggler: The action of a report with ``stragglers``, in addition to the warning on
             rank 0. ``"log"`` does nothing more, ``"stop"`` raises :class:`StragglerFoundError` on
             every rank, and a function is called with the report on every rank.

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mcore.observe.reports.energy import open_device_handle
+from mcore.observe.reports import open_device_handle
 
 logger = logging.getLogger("mcore.observe.straggler")
 
-Reading: TypeAlias = "tuple[float, float, float, float]"  # C, W, %, MHz
+Reading: TypeAlias = tuple[float, ...]  # C, W, %, MHz
 
 _SENSOR_NAMES = ("temperature", "power", "utilisation", "clock")
 _NOTHING: Reading = (math.nan,) * 4
@@ -78,8 +78,7 @@ class Sensors:
                 failures.append(f"{_SENSOR_NAMES[number]} ({_describe(error)})")
         if failures:
             _warn(", ".join(failures))
-        temp_c, power_w, util_pct, clock_mhz = values
-        return temp_c, power_w, util_pct, clock_mhz
+        return tuple(values)
 
 
 def _warn(sensors: str) -> None:

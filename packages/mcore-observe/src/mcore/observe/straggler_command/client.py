@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import os
@@ -10,8 +11,8 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -22,7 +23,6 @@ from mcore.observe.terminal import plain
 
 TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _MOST_BYTES = 256 * 1024 * 1024  # of a response, decompressed
-_CHUNK_BYTES = 256 * 1024
 MOST_TEXT = 200  # characters of an answer in a message
 _ADDRESS = re.compile(r"(?:http://)?(?:\[([^\]/@]+)\]|([^:/@\[\]\s]+)):(\d{1,5})/?", re.ASCII)
 
@@ -103,14 +103,9 @@ class Client:
         began = time.monotonic()
         try:
             connection.connect()
-            # A socket's timeout restarts with each byte, so a slow server could exceed it.
             left_s = max(0.01, self._timeout_s - (time.monotonic() - began))
-            with _Deadline(left_s, connection.sock) as deadline:
-                try:
-                    return self._exchange(connection, method, path)
-                finally:
-                    if deadline.has_passed:  # it ends a body without length, too
-                        raise TimeoutError
+            with _limit_time(left_s, connection.sock):
+                return self._exchange(connection, method, path)
         except TimeoutError as error:
             raise AnswerError(f"no answer within {self._timeout_s:g} s") from error
         except socket.gaierror as error:
@@ -132,7 +127,7 @@ class Client:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
         is_packed = response.getheader("Content-Encoding") == "gzip"
-        body = _read_body(response.read, is_packed=is_packed)
+        body = _read_body(response, is_packed=is_packed)
         if response.length:  # bytes that were announced and are missing
             raise http.client.IncompleteRead(b"")
         try:
@@ -142,26 +137,28 @@ class Client:
         return Response(response.status, body.decode("utf-8", "replace"), unix_time)
 
 
-class _Deadline:
-    """Shuts a socket down at the end of a time, which also ends a pending read."""
+@contextmanager
+def _limit_time(seconds: float, connection: socket.socket) -> Iterator[None]:
+    """Shut a socket down at the end of a time, which also ends a pending read. TimeoutError then.
 
-    def __init__(self, seconds: float, connection: socket.socket) -> None:
-        self.has_passed = False
-        self._connection = connection
-        self._timer = threading.Timer(seconds, self._shut_down)
-        self._timer.daemon = True
+    A socket's timeout restarts with each byte, so a slow server could exceed it.
+    """
+    has_passed = threading.Event()
 
-    def __enter__(self) -> _Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._timer.cancel()
-
-    def _shut_down(self) -> None:
-        self.has_passed = True
+    def shut_down() -> None:
+        has_passed.set()
         with suppress(OSError):  # it is closed
-            self._connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if has_passed.is_set():  # it ends a body without length, too
+            raise TimeoutError
 
 
 def read_token(file: str | None) -> str | None:
@@ -179,23 +176,14 @@ def read_token(file: str | None) -> str | None:
     return token
 
 
-def _read_body(read: Callable[[int], bytes], *, is_packed: bool) -> bytes:
+def _read_body(response: http.client.HTTPResponse, *, is_packed: bool) -> bytes:
     """Read a body to its end. AnswerError if it is too long, or announced as gzip but is not."""
-    body = bytearray()
-    members = zlib.decompressobj(31)  # 31: the gzip format
-    while chunk := read(_CHUNK_BYTES):
-        while chunk:
-            if len(body) > _MOST_BYTES:
-                raise AnswerError(f"its answer has over {_MOST_BYTES} bytes")
-            if not is_packed:
-                body += chunk
-                break
-            try:
-                body += members.decompress(chunk, _MOST_BYTES)
-            except zlib.error as error:
-                raise AnswerError("not a straggler controller: its gzip is damaged") from error
-            # The rest is beyond the limit of one call, or belongs to the next member.
-            chunk = members.unconsumed_tail or members.unused_data
-            if members.eof:
-                members = zlib.decompressobj(31)
-    return bytes(body)
+    try:
+        # A gzip body may have several members.
+        source = gzip.GzipFile(fileobj=response) if is_packed else response
+        body = source.read(_MOST_BYTES + 1)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise AnswerError("not a straggler controller: its gzip is damaged") from error
+    if len(body) > _MOST_BYTES:
+        raise AnswerError(f"its answer has over {_MOST_BYTES} bytes")
+    return body

@@ -76,7 +76,9 @@ class ReportColumns:
                 hosts=tuple(plain(str(host), MOST_TEXT) for host in report["hosts"]),
                 devices=tuple(plain(str(device), MOST_TEXT) for device in report["devices"]),
                 values=_read_values(report, metric) or (math.nan,) * len(report["ranks"]),
-                names=tuple(plain(name, MOST_TEXT) for name in _list_names(report)),
+                names=tuple(
+                    plain(name, MOST_TEXT) for name in (*report["metrics"], *report["sections"])
+                ),
                 sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
                 slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
             )
@@ -87,20 +89,6 @@ class ReportColumns:
         if any(len(column) != len(columns.ranks) for column in by_rank):
             raise AnswerError("not a report of a straggler controller (columns differ in length)")
         return columns
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """A rank of the last report. NaN if unknown. ``recent`` ends with ``value``."""
-
-    rank: int
-    host: str
-    device: str
-    value: float
-    times_median: float
-    sensors: dict[str, float]
-    slow_in: tuple[str, ...]
-    recent: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -128,8 +116,11 @@ class JobSnapshot:
             return None
         return max(0.0, time.time() + self.clock_ahead_s - made)
 
-    def rows(self, most: int) -> list[RankRow]:
-        """The ranks of the last report: slow ranks, then the others, the worst first."""
+    def rows(self, most: int) -> list[dict[str, Any]]:
+        """The ranks of the last report: slow ranks, then the others, the worst first.
+
+        Numbers are NaN if unknown. ``recent`` ends with ``value``.
+        """
         report = self.report
         if report is None:
             return []
@@ -143,16 +134,16 @@ class JobSnapshot:
         )
         median = _compute_median(report.values)
         return [
-            RankRow(
-                rank=report.ranks[at],
-                host=report.hosts[at],
-                device=report.devices[at],
-                value=report.values[at],
-                times_median=report.values[at] / median,
-                sensors={name: values[at] for name, values in report.sensors.items()},
-                slow_in=tuple(slow_in.get(report.ranks[at], ())),
-                recent=tuple(values[at] for values in self.recent),
-            )
+            {
+                "rank": report.ranks[at],
+                "host": report.hosts[at],
+                "device": report.devices[at],
+                "value": report.values[at],
+                "times_median": report.values[at] / median,
+                "slow_in": slow_in.get(report.ranks[at], []),
+                **{name: values[at] for name, values in report.sensors.items()},
+                "recent": tuple(values[at] for values in self.recent),
+            }
             for at in order[:most]
         ]
 
@@ -185,10 +176,6 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
     is_another_job = before.report is None or report.ranks != before.report.ranks
     recent = () if was_restarted or is_another_job else before.recent
     return replace(after, report=report, recent=(*recent[1 - NUM_KEPT :], report.values))
-
-
-def _list_names(report: dict[str, Any]) -> list[str]:
-    return [*report["metrics"], *report["sections"]]
 
 
 def _read_values(report: dict[str, Any], metric: str) -> tuple[float, ...]:

@@ -1,17 +1,23 @@
-"""Snapshots of jobs as a table for a terminal, and as a JSON object for scripts."""
+"""Snapshots of jobs as a table, live on a terminal or as text, and as a JSON object."""
 
 from __future__ import annotations
 
 import io
 import math
+import os
+import shutil
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from mcore.observe.straggler_command.snapshot import SENSORS, JobSnapshot, RankRow
-from mcore.observe.terminal import BARS, sparkline
+from mcore.observe.straggler_command.client import Client
+from mcore.observe.straggler_command.snapshot import SENSORS, JobSnapshot, refresh
+from mcore.observe.terminal import ASCII_BARS, BARS, sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 _UNITS = {"data_ms": "ms", "etpt_tf": "TFLOP/s", **SENSORS}
 _SPARK = 16
@@ -24,10 +30,13 @@ def headline(job: JobSnapshot) -> str:
     """Return the state of a job in a line: on or off, ranks, reports and the last one's age."""
     if job.error is not None:
         return f"{job.address}  NO ANSWER: {job.error}"
-    age = job.report_age_s
+    age, pending = job.report_age_s, job.status.get("pending")
+    switch = "on" if job.status.get("enabled") else "off"
+    if pending is not None:
+        switch += f" ({'on' if pending else 'off'} after a report)"
     parts = [
         job.address,
-        _describe_switch(job.status),
+        switch,
         f"{job.status['world_size']} ranks",
         "no report yet"
         if age is None
@@ -53,16 +62,18 @@ def verdict(job: JobSnapshot) -> str:
 def columns(job: JobSnapshot, most: int, *, bars: str = BARS) -> dict[str, list[str]]:
     """Return the slowest ranks by column. None if the controller does not answer."""
     rows = [] if job.error is not None else job.rows(most)
-    recent = [value for row in rows for value in row.recent if math.isfinite(value)]
+    recent = [value for row in rows for value in row["recent"] if math.isfinite(value)]
     ends = (min(recent, default=0.0), max(recent, default=0.0))
     by_title = {
-        "rank": [str(row.rank) for row in rows],
-        "host": [_clip(row.host) for row in rows],
-        value_title(job): [_format_number(row.value) for row in rows],
-        "x median": [_format_number(row.times_median, ".2f") for row in rows],
+        "rank": [str(row["rank"]) for row in rows],
+        "host": [_clip(row["host"]) for row in rows],
+        value_title(job): [_format_number(row["value"]) for row in rows],
+        "x median": [_format_number(row["times_median"], ".2f") for row in rows],
         "device": [_describe_device(row) for row in rows],
-        "slow in": [_clip(", ".join(row.slow_in)) for row in rows],
-        "recent": [sparkline(row.recent[-_SPARK:], _SPARK, ends=ends, bars=bars) for row in rows],
+        "slow in": [_clip(", ".join(row["slow_in"])) for row in rows],
+        "recent": [
+            sparkline(row["recent"][-_SPARK:], _SPARK, ends=ends, bars=bars) for row in rows
+        ],
     }
     return {title: cells for title, cells in by_title.items() if any(cells)}
 
@@ -97,7 +108,7 @@ def build_table(jobs: Sequence[JobSnapshot], most: int, bars: str) -> Renderable
                 table.add_column(
                     heading, justify=justify, no_wrap=True, overflow="crop", min_width=low
                 )
-            is_slow = [bool(row.slow_in) for row in job.rows(most)]
+            is_slow = [bool(row["slow_in"]) for row in job.rows(most)]
             for slow, cells in zip(is_slow, zip(*by_title.values(), strict=True), strict=True):
                 table.add_row(*map(Text, cells), style="red" if slow else "")
             parts.append(table)
@@ -119,37 +130,23 @@ def format_text(jobs: Sequence[JobSnapshot], most: int, width: int, bars: str = 
 
 def as_json(jobs: Sequence[JobSnapshot], most: int) -> dict[str, Any]:
     """Return the object of ``watch --once --json``: whether a rank is slow, and each controller."""
+    keys = ("enabled", "pending", "world_size", "reports", "last_report_unix")
+    controllers = []
+    for job in jobs:
+        described: dict[str, Any] = {"address": job.address, "error": job.error}
+        if job.error is None:
+            described |= {key: job.status.get(key) for key in keys}
+            described |= {"report_age_s": job.report_age_s, "metric": job.metric}
+            described["slow"] = [_replace_nan(vars(one)) for one in job.slow]
+            described["slowest"] = [
+                _replace_nan({key: value for key, value in row.items() if key != "recent"})
+                for row in job.rows(most)
+            ]
+        controllers.append(described)
     return {
         "slow": any(job.slow for job in jobs),
         "unreachable": sum(job.error is not None for job in jobs),
-        "controllers": [_describe_controller(job, most) for job in jobs],
-    }
-
-
-def _describe_controller(job: JobSnapshot, most: int) -> dict[str, Any]:
-    described: dict[str, Any] = {"address": job.address, "error": job.error}
-    if job.error is not None:
-        return described
-    keys = ("enabled", "pending", "world_size", "reports", "last_report_unix")
-    described |= {key: job.status.get(key) for key in keys}
-    return described | {
-        "report_age_s": job.report_age_s,
-        "metric": job.metric,
-        "slow": [_replace_nan(vars(one)) for one in job.slow],
-        "slowest": [
-            _replace_nan(
-                {
-                    "rank": row.rank,
-                    "host": row.host,
-                    "device": row.device,
-                    "value": row.value,
-                    "times_median": row.times_median,
-                    "slow_in": list(row.slow_in),
-                    **row.sensors,
-                }
-            )
-            for row in job.rows(most)
-        ],
+        "controllers": controllers,
     }
 
 
@@ -160,17 +157,14 @@ def _replace_nan(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_switch(status: Mapping[str, Any]) -> str:
-    word = "on" if status.get("enabled") else "off"
-    pending = status.get("pending")
-    return word if pending is None else f"{word} ({'on' if pending else 'off'} after a report)"
-
-
-def _describe_device(row: RankRow) -> str:
+def _describe_device(row: Mapping[str, Any]) -> str:
     """Return the name of a rank's device with its sensors."""
-    known = {name: value for name, value in row.sensors.items() if math.isfinite(value)}
-    readings = (f"{value:.0f}{SENSORS[name]}" for name, value in known.items())
-    return " ".join((_clip(row.device), *readings)).strip()
+    readings = (
+        f"{row[name]:.0f}{unit}"
+        for name, unit in SENSORS.items()
+        if math.isfinite(row.get(name, math.nan))
+    )
+    return " ".join((_clip(row["device"]), *readings)).strip()
 
 
 def _format_age(seconds: float) -> str:
@@ -186,3 +180,105 @@ def _format_number(value: float, form: str = ".4g") -> str:
 
 def _clip(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 2]}.."
+
+
+_DRAW_EVERY_S = 0.5
+_WIDTH_OF_PIPES = 120
+_LINES_PER_JOB = 4  # without its ranks
+
+
+class Poller:
+    """Polls each controller in a separate thread, so none that hangs delays the others."""
+
+    def __init__(self, clients: Sequence[Client], metric: str, interval_s: float) -> None:
+        self.jobs = [JobSnapshot(str(client.address), metric) for client in clients]
+        self._clients = clients
+        self._interval_s = interval_s
+        self._has_ended = threading.Event()
+
+    def poll_once(self) -> None:
+        """Poll all controllers at the same time, and wait up to the timeout of the clients."""
+        for thread in self.start(is_repeated=False):
+            thread.join()
+
+    def start(self, *, is_repeated: bool = True) -> list[threading.Thread]:
+        """Poll in the background, until :meth:`stop`."""
+        threads = [
+            threading.Thread(target=self._refresh, args=(at, is_repeated), daemon=True)
+            for at in range(len(self._clients))
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def stop(self) -> None:
+        """Stop polling."""
+        self._has_ended.set()
+
+    def _refresh(self, at: int, is_repeated: bool = False) -> None:
+        while not (is_repeated and self._has_ended.wait(self._interval_s)):
+            self.jobs[at] = refresh(self._clients[at], self.jobs[at])
+            if not is_repeated:
+                return
+
+
+def show_live(poller: Poller, most: int | None, out: TextIO) -> None:
+    """Show the polled jobs until KeyboardInterrupt. A pipe gets all jobs after each change."""
+    poller.start()
+    try:
+        # A dumb terminal cannot be cleared.
+        if out.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            _redraw(poller, most, out)
+        else:
+            _print_changes(poller, most, out)
+    finally:
+        poller.stop()
+
+
+def text_of(jobs: Sequence[JobSnapshot], most: int | None, out: TextIO) -> str:
+    """Return all jobs as text, as wide as the terminal, or 120 columns for a pipe."""
+    size = shutil.get_terminal_size((_WIDTH_OF_PIPES, 24))
+    width = max(1, size.columns - 1) if out.isatty() else _WIDTH_OF_PIPES
+    return format_text(jobs, _count_rows(len(jobs), most, size.lines), width, _choose_bars(out))
+
+
+def _print_changes(poller: Poller, most: int | None, out: TextIO) -> None:
+    seen: list[object] = []
+    while True:
+        now = [(job.report, job.error, job.status) for job in poller.jobs]
+        if now != seen:
+            seen = [*now]
+            out.write(f"{time.strftime('%H:%M:%S')}\n{text_of(poller.jobs, most, out)}\n")
+            out.flush()
+        time.sleep(_DRAW_EVERY_S)
+
+
+def _redraw(poller: Poller, most: int | None, out: TextIO) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=out, highlight=False, markup=False, emoji=False)
+
+    def draw() -> RenderableType:
+        rows = _count_rows(len(poller.jobs), most, console.height)
+        return build_table(poller.jobs, rows, _choose_bars(out))
+
+    with Live(draw(), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(_DRAW_EVERY_S)
+            live.update(draw(), refresh=True)
+
+
+def _count_rows(num_jobs: int, most: int | None, height: int) -> int:
+    """Return the number of ranks per job: as given, else as many as fit."""
+    if most is not None:
+        return most
+    return max(1, height // max(1, num_jobs) - _LINES_PER_JOB)
+
+
+def _choose_bars(out: TextIO) -> str:
+    try:
+        BARS.encode(getattr(out, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII_BARS
+    return BARS

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
-from mcore.observe.reports.memory import report_memory
+from mcore.observe.reports import report_memory
 from mcore.observe.sinks.scalars import as_number
 from mcore.observe.terminal import plain
 from mcore.observe.training_log.measures import Interval, TimerRows, timer_names
@@ -65,47 +65,43 @@ def list_fields(
     tflops_per_device = interval.tflops_per_device
     if not is_on(step.config.logger, "log_throughput"):
         tflops_per_device = None
-    if step.has_megatron_line:  # parsers of logs rely on these names, specs and their order
-        return [
-            *samples,
-            Field(
-                "elapsed time per iteration (ms)",
-                math.nan if milliseconds is None else milliseconds,
-                ".1f",
-            ),
-            Field("throughput per GPU (TFLOP/s/GPU)", tflops_per_device, ".1f"),
-            *energy,
-            *(Field(name, average, ".6E") for name, average in averages.items()),
-            Field("loss scale", values.loss_scale, ".1f"),
-            *norms,
-            Field("number of skipped iterations", totals[SKIPPED], "3d"),
-            Field("number of nan iterations", totals[NAN], "3d"),
-        ]
-    shows_tflops = torch.accelerator.is_available() and interval.tflops
     losses: list[Field] = []
     for name, average in averages.items():
         losses.append(Field(name, average, ".6E"))
         largest = interval.largest_losses.get(name)
         losses.append(Field(f"max {name}", largest, ".6E", same_as=name))
+    is_megatron = step.has_megatron_line  # parsers of logs rely on its names, specs and order
+    throughput = "throughput per GPU (TFLOP/s/GPU)"
+    if is_megatron:
+        shown_ms = math.nan if milliseconds is None else milliseconds
+        speed = [
+            Field("elapsed time per iteration (ms)", shown_ms, ".1f"),
+            Field(throughput, tflops_per_device, ".1f"),
+        ]
+    else:
+        shows_tflops = torch.accelerator.is_available() and interval.tflops
+        speed = [
+            Field("step ms", milliseconds, ".1f"),
+            Field("tokens/s", interval.tokens_per_s, ",.0f"),
+            Field("samples/s", interval.samples_per_s, ",.1f"),
+            Field("data %", interval.data_percent, ".1f"),
+            Field(throughput, tflops_per_device if shows_tflops else None, ".1f"),
+            Field("MFU %", interval.mfu_percent, ".1f"),
+            Field("memory %", interval.memory_percent, ".1f"),
+            Field("allocator retries", interval.allocator_retries, ".0f", hidden=0),
+            Field("OOMs", interval.ooms, ".0f", hidden=0),
+        ]
     return [
         *samples,
-        Field("step ms", milliseconds, ".1f"),
-        Field("tokens/s", interval.tokens_per_s, ",.0f"),
-        Field("samples/s", interval.samples_per_s, ",.1f"),
-        Field("data %", interval.data_percent, ".1f"),
-        Field(
-            "throughput per GPU (TFLOP/s/GPU)", tflops_per_device if shows_tflops else None, ".1f"
-        ),
-        Field("MFU %", interval.mfu_percent, ".1f"),
-        Field("memory %", interval.memory_percent, ".1f"),
-        Field("allocator retries", interval.allocator_retries, ".0f", hidden=0),
-        Field("OOMs", interval.ooms, ".0f", hidden=0),
+        *speed,
         *energy,
         *losses,
-        Field("loss scale", values.loss_scale, ".1f", hidden=1),
+        Field("loss scale", values.loss_scale, ".1f", hidden=None if is_megatron else 1),
         *norms,
-        Field("number of skipped iterations", totals[SKIPPED], "3d", hidden=0),
-        Field("number of nan iterations", totals[NAN], "3d", hidden=0),
+        *(
+            Field(f"number of {kind}", totals[kind], "3d", hidden=None if is_megatron else 0)
+            for kind in (SKIPPED, NAN)
+        ),
     ]
 
 

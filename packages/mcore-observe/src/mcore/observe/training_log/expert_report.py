@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from mcore.observe.experts.moe_metrics import (
@@ -38,7 +38,7 @@ class ExpertReport:
 
     def __init__(self) -> None:
         self._num_steps = 0  # steps since the last report, without skipped ones
-        self._foreign = {"moe": _ForeignSums(), "mtp": _ForeignSums()}
+        self._foreign = {"moe": _Foreign(), "mtp": _Foreign()}
 
     def end_step(self, step: LogStep) -> None:
         """Keep the step's metrics, or drop them if it was skipped. No communication, no wait."""
@@ -72,13 +72,13 @@ class ExpertReport:
             else:
                 per_layer = is_on(step.model_config, "moe_per_layer_logging")
                 options = _list_moe_options(step) | {"per_layer_logging": per_layer}
-                yield _Foreign(tracker.report, self._foreign["moe"], options)
+                yield self._foreign["moe"].use(tracker.report, options)
         if as_number(getattr(step.model_config, "mtp_num_layers", None)) is not None:
             tracker = _find_mtp_tracker(step.global_state)
             if isinstance(tracker, MTPMetricsTracker):
                 yield _OurPrediction(tracker)
             else:
-                yield _Foreign(tracker.report, self._foreign["mtp"])
+                yield self._foreign["mtp"].use(tracker.report, {})
 
 
 @dataclass(frozen=True)
@@ -115,57 +115,47 @@ class _OurPrediction:
         return []
 
 
-class _ForeignSums:
-    """Sums of the values that a foreign tracker reported since the last step that logs."""
+class _Foreign:
+    """A tracker of another library, which expects to be called at every step.
+
+    It keeps the sums of the reported values since the last step that logs.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
-        self.text = ""
+        self._text = ""
 
-    def add(self, reported: Scalars, text: Any) -> None:
-        """Add the values of one step, on their device."""
-        for batch in reported.batches:
-            for name, scalar in batch.items():
-                self._sums[name] = self._sums.get(name, 0) + scalar.value
-                self._counts[name] = self._counts.get(name, 0) + 1
-        self.text = text if isinstance(text, str) else ""
-
-    def take_means(self) -> dict[str, Any]:
-        """Return the means and start again."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
-        return means
-
-
-@dataclass(frozen=True)
-class _Foreign:
-    """A tracker of another library, which expects to be called at every step."""
-
-    report_step: Callable[..., Any]
-    sums: _ForeignSums
-    options: dict[str, Any] = field(default_factory=dict)
+    def use(self, report_step: Callable[..., Any], options: dict[str, Any]) -> _Foreign:
+        """Set the function of the tracker, and its further arguments."""
+        self._report_step, self._options = report_step, options
+        return self
 
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
     ) -> list[Field | str]:
         reported = Scalars()
-        text = self.report_step(
+        text = self._report_step(
             loss_scale=1 / step.num_microbatches,
             iteration=step.iteration,
             writer=reported,
             wandb_writer=None,
             total_loss_dict={} if step.given.skipped else totals,
-            **self.options,
+            **self._options,
         )
         if not step.given.skipped:
-            self.sums.add(reported, text)
+            for batch in reported.batches:
+                for name, scalar in batch.items():
+                    self._sums[name] = self._sums.get(name, 0) + scalar.value
+                    self._counts[name] = self._counts.get(name, 0) + 1
+            self._text = text if isinstance(text, str) else ""
         if not step.logs:
             return []
-        scalars.add_all(self.sums.take_means())
+        scalars.add_all({name: total / self._counts[name] for name, total in self._sums.items()})
+        self._sums, self._counts = {}, {}
         if not step.ends_console_interval:
             return []
-        shown, self.sums.text = self.sums.text, ""
+        shown, self._text = self._text, ""
         return [shown] if shown else []
 
 

@@ -1,19 +1,25 @@
-"""The training log: its entries, and the order of work at a step."""
+"""The training log: its entries, the order of work at a step, and the values for trackers."""
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.norms import find_process_groups
-from mcore.observe.reports.memory import save_snapshot_at_profile_end
-from mcore.observe.sinks.scalars import Scalars, as_number, one_number
+from mcore.observe.norms import find_process_groups, gradient_norms
+from mcore.observe.reports import (
+    report_memory,
+    report_runtime,
+    report_throughput,
+    save_snapshot_at_profile_end,
+)
+from mcore.observe.sinks.scalars import Scalars, as_number, one_number, only_numbers
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.training_log.console import (
     Field,
@@ -38,7 +44,82 @@ from mcore.observe.training_log.step import (
     is_on,
     samples_per_step,
 )
-from mcore.observe.training_log.step_values import add_interval_values, add_step_values
+from mcore.parallel.reductions import reduce_max_memory_across_pp_group
+
+
+def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
+    """Collect the values of a step without copying to the host.
+
+    All ranks call it: if requested, memory is the maximum over ``pp``, and norms of DTensor
+    gradients are summed over their shards.
+    """
+    logger, train_state = step.config.logger, step.global_state.train_state
+    if is_on(logger, "log_memory_to_tensorboard"):
+        memory, pp_group = report_memory(getattr(logger, "memory_keys", None)), step.group("pp")
+        if pp_group is not None:
+            memory = reduce_max_memory_across_pp_group(memory, pp_group)
+        scalars.add_all(memory, prefix="memory/")
+    if is_on(logger, "log_throughput_to_tensorboard"):
+        # During a batch-size ramp the configuration has the final size, the step the present one.
+        sizes = SimpleNamespace(
+            micro_batch_size=step.config.train.micro_batch_size, global_batch_size=step.batch_size
+        )
+        window, history = logger.throughput_window_size, values.history_wct
+        scalars.add_all(report_throughput(sizes, step.iteration, step.seq_length, history, window))
+    if is_on(logger, "log_runtime_to_tensorboard"):
+        runtime = report_runtime(
+            train_state,
+            step.global_state.start_time,
+            step.seq_length,
+            step.train_iters,
+            logger.runtime_time_unit,
+            start_step=values.loaded_iteration,
+        )
+        scalars.add_all(runtime)
+    if is_on(logger, "log_l2_norm_grad_to_tensorboard"):
+        if values.model is None:
+            raise ValueError(
+                "log_l2_norm_grad_to_tensorboard is on but the model is None; give the model"
+            )
+        scalars.add_all(gradient_norms(values.model))
+    plain: dict[str, object] = {}
+    if getattr(getattr(step.config, "optimizer", None), "decoupled_lr", None) is not None:
+        plain["decoupled-learning-rate"] = values.decoupled_learning_rate
+    if as_number(getattr(train_state, "skipped_train_samples", 0)):
+        plain["skipped-train-samples"] = train_state.skipped_train_samples
+    further: dict[str, object] = {}
+    if is_on(logger, "log_loss_scale_to_tensorboard"):
+        further["loss-scale"] = values.loss_scale
+    if is_on(logger, "log_world_size_to_tensorboard"):
+        further["world-size"] = step.world_size
+    further["grad-norm"] = values.grad_norm
+    further["num-zeros"] = values.num_zeros_in_grad
+    further["params-norm"] = values.params_norm
+    further["max-attention-logit"] = values.log_max_attention_logit
+    batch_size = step.batch_size
+    # Files and trackers keep this order. A loss may share a name with a value: it needs its own
+    # call, since one dict would drop one of the two.
+    scalars.add("samples vs steps", as_number(train_state.consumed_train_samples))
+    scalars.add("learning-rate", values.learning_rate, versus_samples=True)
+    scalars.add_all(plain)
+    scalars.add("batch-size", batch_size, versus_samples=True)
+    scalars.add_all(values.losses, versus_samples=True)
+    scalars.add_all(further, versus_samples=True)
+    scalars.add_all(only_numbers(values.scalars, warns=step.writes))
+
+
+def add_interval_values(scalars: Scalars, step: LogStep, interval: Interval) -> None:
+    """Collect the values that are known only with a console line."""
+    found: dict[str, float | None] = {}
+    if is_on(step.config.logger, "log_throughput_to_tensorboard"):
+        found["throughput/tflops/device"] = interval.tflops_per_device
+        found["throughput/tflops"] = interval.tflops
+    if is_on(step.config.logger, "log_timers_to_tensorboard"):
+        found["iteration-time"] = interval.seconds_per_iteration
+    found["iter-energy/gpu"] = interval.joules_per_iteration
+    found["power/gpu"] = interval.watts
+    scalars.add_all(found)
+
 
 # The attribute of a GlobalState that holds its LogState.
 LOG_STATE = "_training_log_state"
@@ -181,7 +262,11 @@ class StepCounter:
         if given.skipped:
             progress.skipped_train_samples += int(given.samples)
         window = as_number(getattr(config.logger, "throughput_window_size", None)) or 100
-        self._finished.extend(self._stamp_steps(given.steps))
+        now_s = time.time()
+        since_s = self._finished[-1] if self._finished else now_s
+        self._finished.extend(  # the steps since the last call, evenly spaced
+            now_s - (now_s - since_s) * left / given.steps for left in reversed(range(given.steps))
+        )
         while len(self._finished) > window + 1:
             self._finished.popleft()
         given.history_wct = list(self._finished) if len(self._finished) > window else None
@@ -189,13 +274,6 @@ class StepCounter:
         log_training_step(given, config, global_state, self._totals)
         if not count_iterations(self._totals):  # a line has shown the sums
             self._totals.clear()  # a loss that the loop stops reporting must not appear as 0
-
-    def _stamp_steps(self, steps: int) -> Iterator[float]:
-        """Yield a time stamp for each step since the last call, evenly spaced."""
-        now_s = time.time()
-        since_s = self._finished[-1] if self._finished else now_s
-        for left in range(steps - 1, -1, -1):
-            yield now_s - (now_s - since_s) * left / steps
 
 
 def log_training_step(

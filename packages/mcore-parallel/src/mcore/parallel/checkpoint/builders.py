@@ -37,6 +37,8 @@ Offsets = Sequence[Sequence[int]]
 
 def strip_wrapper_names(name: str) -> str:
     """Return a name or prefix of modules without the names that wrappers of torch insert."""
+    if "_mod" not in name:  # the usual case first: there is a call for each tensor of a model
+        return name
     for inserted in _INSIDE_WRAPPERS:
         if inserted in name:
             name = name.replace(inserted, "")

@@ -71,6 +71,11 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             entries.local.append((path, value.unwrap()))
         elif is_dtensor(value):
             entries.tensors.append((path, bare_shard(value, name)))
+        elif _is_of_megatron(value):
+            raise CheckpointingException(
+                f"{name!r} has an entry of Megatron-LM's dist_checkpointing. Convert the state "
+                "dict with mcore.modules.from_megatron_sharded_state_dict(...)"
+            )
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             raise CheckpointingException(
                 f"{name!r} is a {type(value).__name__}. Put the result of its state_dict() there"
@@ -135,6 +140,13 @@ def _has_sharded(node: Any) -> bool:
     if isinstance(node, Mapping):
         return any(map(_has_sharded, node.values()))
     return isinstance(node, ShardedBase | LocalNonpersistentObject)
+
+
+def _is_of_megatron(value: Any) -> bool:
+    """Return whether a value, or the first item of a list, is a sharded entry of Megatron-LM."""
+    if isinstance(value, list | tuple):
+        return bool(value) and _is_of_megatron(value[0])
+    return type(value).__module__ == "megatron.core.dist_checkpointing.mapping"
 
 
 def dotted(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import gathered_reports, highest
+from mcore.parallel.agreement import gathered_reports, max_or_raise
 from mcore.parallel.checkpoint.errors import (
     CheckpointingException,
     DamagedCheckpointError,
@@ -43,7 +43,7 @@ class Team:
         if self.group is None:
             return list(numbers)
         with name_lost_ranks():
-            return highest(numbers, self.group)
+            return max_or_raise(numbers, None, self.group)
 
     def agree(self, step: Callable[[], T]) -> T:
         """Run ``step``, which has no collectives, and return its result. One all-reduce.

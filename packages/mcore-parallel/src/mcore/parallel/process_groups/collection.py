@@ -10,22 +10,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
-from mcore.parallel.process_groups.creation import GroupSettings, SharedGroup
-from mcore.parallel.process_groups.from_mesh import MeshPlan, groups_from_mesh, plan_mesh
-from mcore.parallel.process_groups.from_sizes import (
+from mcore.parallel.process_groups.creation import (
     NEEDS_INIT,
     GroupPlan,
+    GroupSettings,
     LazyMesh,
+    SharedGroup,
     groups_from_sizes,
     plan_groups,
-    require_one_process,
 )
+from mcore.parallel.process_groups.from_mesh import MeshPlan, groups_from_mesh, plan_mesh
 from mcore.parallel.process_groups.layout import ParallelSizes, embedding_choices, wanted_fields
 from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_distributed
 
@@ -55,6 +55,8 @@ class ProcessGroups(_Owner):
     None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
     is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
     Making an object does no communication, but :meth:`from_sizes` and :meth:`from_mesh` do.
+    A function that takes a group and names a field as its default also takes a ProcessGroups or a
+    ProcessGroupCollection of megatron-core, and uses that field of it.
 
     ``copy.deepcopy`` of an object that holds a ProcessGroups, such as a config, shares it. Pickling
     a ProcessGroups with groups is a TypeError, since another process cannot use them.
@@ -182,20 +184,14 @@ class ProcessGroups(_Owner):
             >>> dist.destroy_process_group()
         """
 
-        def sizes() -> ParallelSizes:
-            return ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
-
         def plan() -> tuple[GroupPlan, GroupSettings]:
-            wanted = wanted_fields(groups)
-            if hcp_sizes is None and groups is not None and "hcp" in groups:
-                raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
+            sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
             choices = embedding_choices(embedding_ranks, position_embedding_ranks)
-            planned = plan_groups(sizes(), wanted, order, choices, hcp_sizes, device_type)
+            planned = plan_groups(sizes, groups, order, choices, hcp_sizes, device_type)
             return planned, GroupSettings(timeout, backend, pg_options or {})
 
         if not is_distributed():
-            wanted_fields(groups)
-            require_one_process(sizes(), order, hcp_sizes)
+            plan()
             return cls()
         return cls._build(*groups_from_sizes(plan))
 
@@ -312,9 +308,8 @@ class ProcessGroups(_Owner):
             raise TypeError(
                 f"expected a ProcessGroupCollection of megatron-core, got {type(collection)}"
             )
-        outside = (absent, dist.GroupMember.NON_GROUP_MEMBER)
-        kept = {name: value for name, value in found.items() if value not in outside}
-        return cls(**{name: value for name, value in kept.items() if value != []})
+        unset: tuple[object, ...] = (absent, dist.GroupMember.NON_GROUP_MEMBER, [])
+        return cls(**{name: value for name, value in found.items() if value not in unset})
 
     def to_megatron(self) -> Any:
         """Return a ``ProcessGroupCollection`` of megatron-core with these groups.
@@ -453,15 +448,10 @@ class ProcessGroups(_Owner):
         return group_ranks(member)
 
     def _group(self, name: str) -> dist.ProcessGroup | None:
-        if name not in _FIELD_NAMES:
-            raise AttributeError(
-                f"ProcessGroups has no field {name!r}. Its fields are {', '.join(_FIELD_NAMES)}"
-            )
-        value = getattr(self, name)
+        value = getattr(self, name) if name in _FIELD_NAMES else self.__getattr__(name)
         if name in ("hcp", "dense_mesh", "expert_mesh") and value is not None:
             raise TypeError(f"the field {name} is not one process group but {_format(value)}")
-        group: dist.ProcessGroup | None = value
-        return group
+        return cast("dist.ProcessGroup | None", value)
 
     def __repr__(self) -> str:
         if self._owned.is_destroyed:

@@ -1,22 +1,46 @@
-"""Groups made once for each set of ranks, shared, and destroyed with their last user."""
+"""Groups made once for each set of ranks, shared, and destroyed with their last user.
+
+:class:`GroupMaker` makes them, :func:`plan_groups` computes their ranks from the sizes of the
+parallelisms, and :func:`groups_from_sizes` makes all of them in one order.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.agreement import require_equal
-from mcore.parallel.process_groups.layout import GROUP_FIELDS
-from mcore.parallel.torch_compat import is_destroyed, job_timeout
+from mcore.parallel.groups import reject_destroyed, world_size
+from mcore.parallel.process_groups.layout import (
+    EMBEDDING_FIELDS,
+    EXPERT_FIELDS,
+    FIELD_AXES,
+    GROUP_FIELDS,
+    Choose,
+    Layout,
+    ParallelSizes,
+    embedding_lists,
+    hierarchical_lists,
+    layouts_of_sizes,
+    wanted_fields,
+)
+from mcore.parallel.torch_compat import is_destroyed, is_distributed, job_timeout
+from mcore.tensor.device import available_accelerator
 
 Ranks = tuple[int, ...]
 Plan = TypeVar("Plan")
 _Key = tuple[Ranks, str, str]  # ranks, backend, timeout
+
+NEEDS_INIT = (
+    "needs torch.distributed, which is not initialised: "
+    "call torch.distributed.init_process_group first"
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +96,7 @@ class SharedGroup:
     @property
     def is_usable(self) -> bool:
         """Whether the group still exists. Always True on ranks outside, which cannot check."""
-        if self._group is None:
-            return True
-        group = self._group()
-        return group is not None and not is_destroyed(group)
+        return self._group is None or not (self.group is None or is_destroyed(self.group))
 
     def release(self) -> None:
         """End one use, and destroy the group after the last use."""
@@ -186,3 +207,108 @@ class GroupMaker:
 
     def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The ranks of every group, computed equally on every rank before any group is made."""
+
+    dense: Layout
+    expert: Layout
+    table: dict[str, list[list[int]]]
+    hcp_levels: list[list[list[int]]]
+    device_type: str
+    facts: dict[str, object]  # the arguments, equal on all ranks
+
+
+def plan_groups(
+    sizes: ParallelSizes,
+    groups: Collection[str] | None,
+    order: str,
+    choices: Mapping[str, Choose],
+    hcp_sizes: Sequence[int] | None,
+    device_type: str | None,
+) -> GroupPlan:
+    """Compute the ranks of the wanted groups and check the arguments. No communication."""
+    wanted = wanted_fields(groups)
+    if hcp_sizes is None and groups is not None and "hcp" in groups:
+        raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
+    given = [f"{name}={value}" for name, value in vars(sizes).items() if value > 1]
+    if given and not is_distributed():
+        raise RuntimeError(f"{', '.join(given)} {NEEDS_INIT}")
+    dense, expert = layouts_of_sizes(sizes, world_size(), order)
+    hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
+    lists: dict[tuple[str, ...], list[list[int]]] = {}  # by axes, which several fields share
+    table = {}
+    for name in wanted:
+        if name == "hcp":
+            continue
+        axes = FIELD_AXES[name]
+        if axes not in lists:
+            lists[axes] = (expert if name in EXPERT_FIELDS else dense).lists(axes)
+        table[name] = lists[axes]
+        if name in EMBEDDING_FIELDS:
+            table[name] = embedding_lists(lists[axes], choices[name], name)
+    kind = device_type or default_device_type()
+    facts = {
+        **vars(sizes),
+        "order": order,
+        "groups": ", ".join(wanted),
+        "hcp_sizes": hcp_sizes and list(hcp_sizes),
+        "device_type": kind,
+        "embedding_ranks": table.get("embd"),
+        "position_embedding_ranks": table.get("pos_embd"),
+    }
+    levels = hcp_levels if "hcp" in wanted else []
+    return GroupPlan(dense, expert, table, levels, kind, facts)
+
+
+def groups_from_sizes(
+    make_plan: Callable[[], tuple[GroupPlan, GroupSettings]],
+) -> tuple[dict[str, Any], list[SharedGroup]]:
+    """Make this rank's plan and its groups, or raise on all ranks if one rank cannot.
+    Collective on the world group: one all-reduce (MAX of 64 int64), then creation in one order.
+    """
+    plan, settings = agree_on_plan(make_plan, lambda made: {**made[0].facts, **made[1].facts()})
+    maker = GroupMaker(settings)
+    made: dict[str, Any] = {name: maker.group_of(lists, name) for name, lists in plan.table.items()}
+    if plan.hcp_levels:
+        made["hcp"] = [maker.group_of(lists, "hcp") for lists in plan.hcp_levels]
+    for name, layout in (("dense_mesh", plan.dense), ("expert_mesh", plan.expert)):
+        if all(axis in made for axis in layout.axes):
+            groups = [made[axis] for axis in layout.axes]
+            made[name] = LazyMesh(layout, groups, plan.device_type)
+    return made, list(maker.used.values())
+
+
+@dataclass(frozen=True)
+class LazyMesh:
+    """A mesh of existing groups, made on demand since it takes as long as making the groups."""
+
+    layout: Layout
+    groups: list[dist.ProcessGroup]
+    device_type: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its dimensions."""
+        return tuple(self.layout.ranks.shape)
+
+    def make(self) -> DeviceMesh:
+        """Return a new mesh of these groups. No communication."""
+        for group in self.groups:
+            reject_destroyed(group)
+        axes = self.layout.axes
+        return DeviceMesh.from_group(
+            self.groups, self.device_type, mesh=self.layout.ranks, mesh_dim_names=axes
+        )
+
+
+def default_device_type() -> str:
+    """Return the accelerator's type if the world group's backend is made for it, else ``"cpu"``."""
+    accelerator = available_accelerator()
+    if accelerator is None or not is_distributed():
+        return "cpu"
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    backend = {kind: name for kind, _, name in pairs}.get(accelerator.type, "gloo")
+    return "cpu" if backend == "gloo" else accelerator.type

@@ -13,7 +13,15 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from mcore.parallel.groups import GroupLike, as_process_group, reject_destroyed, reject_non_member
+from mcore.parallel.groups import (
+    AnyGroup,
+    GroupLike,
+    NamedGroups,
+    as_process_group,
+    reject_destroyed,
+    reject_non_member,
+    take_group,
+)
 from mcore.parallel.process_groups.collection import ProcessGroups
 from mcore.parallel.torch_compat import is_distributed
 
@@ -23,7 +31,7 @@ _Group = TypeVar("_Group")
 _warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slot:
     """A default and a weak reference to the world group at that time."""
 
@@ -31,9 +39,8 @@ class _Slot:
     world: ref[dist.ProcessGroup] | None = None
 
     def is_stale(self) -> bool:
-        world = None if self.world is None else self.world()
-        is_gone = self.world is not None and world is None
-        return self.groups is not None and (is_gone or world is not _find_world())
+        # References to one world are equal. A reference to a world that is gone equals no other.
+        return self.groups is not None and self.world != _refer_to_world()
 
 
 # A plain global and not a contextvar: autograd and data-loader threads must see the value too.
@@ -41,33 +48,27 @@ _lock = threading.Lock()
 _slot = _Slot()
 
 
-def _find_world() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if is_distributed() else None
+def _refer_to_world() -> ref[dist.ProcessGroup] | None:
+    return ref(cast("dist.ProcessGroup", dist.group.WORLD)) if is_distributed() else None
 
 
-def _make_slot(pgs: ProcessGroups | None) -> _Slot:
-    world = _find_world()
-    return _Slot() if pgs is None else _Slot(pgs, None if world is None else ref(world))
+def _make_slot(pgs: NamedGroups | None) -> _Slot:
+    if not (pgs is None or isinstance(pgs, ProcessGroups)):
+        pgs = ProcessGroups.from_megatron(pgs)
+    return _Slot(pgs, _refer_to_world())
 
 
-def _swap(new: _Slot) -> _Slot:
+def _swap(new: _Slot, expected: _Slot | None = None) -> _Slot:
+    """Fill the slot, if it still is as expected, and return its former content."""
     global _slot
     with _lock:
-        old, _slot = _slot, new
+        old = _slot
+        if expected in (None, old):
+            _slot = new
     return old
 
 
-def _drop(stale: _Slot) -> bool:
-    """Empty the slot unless another thread has filled it since. Return whether it was emptied."""
-    global _slot
-    with _lock:
-        if _slot is not stale:
-            return False
-        _slot = _Slot()
-    return True
-
-
-def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | None:
+def set_default_process_groups(pgs: NamedGroups | None) -> ProcessGroups | None:
     """Make ``pgs`` the groups that functions of mcore use when no group is given.
 
     Local to the process, for all its threads. No communication. The default belongs to the
@@ -75,7 +76,8 @@ def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | Non
     It can also be set without torch.distributed.
 
     Args:
-        pgs: The new default, or None to clear it.
+        pgs: The new default, also as a ProcessGroupCollection of megatron-core, or None to clear
+            it.
 
     Returns:
         The previous default, or None when there was none or it belonged to an earlier world.
@@ -102,7 +104,7 @@ def get_default_process_groups() -> ProcessGroups | None:
         True
     """
     slot = _slot
-    if slot.is_stale() and _drop(slot):
+    if slot.is_stale() and _swap(_Slot(), slot) is slot:
         warnings.warn(
             "the default ProcessGroups belonged to a torch.distributed world that no longer "
             "exists and was dropped: make a new one and call set_default_process_groups(...)",
@@ -124,17 +126,18 @@ def clear_default_process_groups() -> None:
 
 
 @contextmanager
-def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | None]:
+def use_process_groups(pgs: NamedGroups | None) -> Iterator[ProcessGroups | None]:
     """Make ``pgs`` the default inside a ``with`` block and restore the previous default after it.
 
     Local to the process, but for all its threads. The previous default is also restored after an
     exception.
 
     Args:
-        pgs: The default inside the block. None means no default there.
+        pgs: The default inside the block, also as a ProcessGroupCollection of megatron-core. None
+            means no default there.
 
     Yields:
-        ``pgs``.
+        ``pgs``, as a ProcessGroups.
 
     Example:
         >>> from mcore.parallel import ProcessGroups
@@ -144,19 +147,21 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         >>> get_default_process_groups() is None
         True
     """
-    old = _swap(_make_slot(pgs))
+    new = _make_slot(pgs)
+    old = _swap(new)
     try:
-        yield pgs
+        yield new.groups
     finally:
         _swap(old)
 
 
-def group_or_default(group: _Group | None, field: str) -> _Group | dist.ProcessGroup | None:
-    """Return ``group``, or if it is None a field of the default ProcessGroups."""
-    return getattr(get_default_process_groups(), field, None) if group is None else group
+def group_or_default(group: AnyGroup | None, field: str) -> GroupLike | None:
+    """Return ``group``, or a field of it or, if it is None, of the default ProcessGroups."""
+    holder = get_default_process_groups() if group is None else group
+    return cast("GroupLike | None", take_group(holder, field))
 
 
-def group_of_several(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
+def group_of_several(group: AnyGroup | None, field: str) -> dist.ProcessGroup | None:
     """Return the group, given or by default, or None when this rank is alone in it."""
     member = as_process_group(group_or_default(group, field))
     return None if member is None or member.size() == 1 else member
@@ -170,7 +175,7 @@ def get_tensor_model_parallel_group_if_none(
     No communication.
 
     Args:
-        tp_group: The caller's tensor-parallel group, or None.
+        tp_group: The caller's tensor-parallel group, or a collection with it, or None.
         is_expert: Use the tensor-parallel group of the experts (``expt_tp``) of the default.
         check_initialized: Raise if the default does not have the group.
 
@@ -187,6 +192,8 @@ def get_tensor_model_parallel_group_if_none(
         >>> get_tensor_model_parallel_group_if_none(None) is None
         True
     """
+    name = "expt_tp" if is_expert else "tp"
+    tp_group = take_group(tp_group, name)
     reject_destroyed(tp_group)
     if not is_distributed():
         return None
@@ -205,7 +212,6 @@ def get_tensor_model_parallel_group_if_none(
             DeprecationWarning,
             stacklevel=2,
         )
-    name = "expt_tp" if is_expert else "tp"
     found: dist.ProcessGroup | None = getattr(default, name)
     if found is None and check_initialized:
         raise RuntimeError(

@@ -12,7 +12,6 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +28,7 @@ from mcore.parallel.process_groups.layout import (
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
     FIELD_AXES,
+    Choose,
     Layout,
     embedding_lists,
     require_equal_pipelines,
@@ -42,7 +42,6 @@ from mcore.parallel.torch_compat import (
 )
 
 Dims = tuple[str, ...]
-Choices = Mapping[str, Callable[[list[int]], Sequence[int]]]
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("pp", "ep", "expt_dp", "expt_tp")
@@ -244,12 +243,13 @@ def plan_mesh(
     names: Mapping[str, str | Sequence[str]],
     wanted: Sequence[str],
     is_chosen: bool,
-    choices: Choices,
+    choices: Mapping[str, Choose],
 ) -> MeshPlan:
     """Compute the ranks of the wanted groups and check the arguments. No communication."""
     dense, expert, named = map_meshes(mesh, expert_mesh, names)
     if expert is not None and expert_mesh is not None:
-        require_equal_pipelines(_list_pipelines(dense), _list_pipelines(expert), "the meshes")
+        ours, theirs = (each.layout.lists(each.axes.get("pp", ())) for each in (dense, expert))
+        require_equal_pipelines(ours, theirs, "the meshes")
     if is_chosen and "hcp" in wanted and "hcp" not in named:
         raise ValueError(
             'groups names hcp, whose levels are not known: pass names={"hcp": (...)}, innermost '
@@ -273,12 +273,6 @@ def plan_mesh(
     return MeshPlan([dense, *([] if expert is None else [expert])], parts, facts)
 
 
-def _list_pipelines(mapped: MappedMesh) -> Layout:
-    """Return the layout with all its pipeline dimensions as one axis pp."""
-    lists = mapped.layout.lists(mapped.axes.get("pp", ()))
-    return Layout(("stages", "pp"), torch.tensor(lists))
-
-
 def _describe_mesh(mesh: DeviceMesh) -> str:
     """Return a text that is equal on all ranks with the same mesh or with parallel slices of it."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -286,7 +280,7 @@ def _describe_mesh(mesh: DeviceMesh) -> str:
 
 
 def _plan_field(
-    name: str, mapped: MappedMesh, named: Mapping[str, list[Dims]], choices: Choices
+    name: str, mapped: MappedMesh, named: Mapping[str, list[Dims]], choices: Mapping[str, Choose]
 ) -> list[_Part]:
     if name in named and name not in mapped.axes:
         levels = named[name] if name == "hcp" else [tuple(d for dims in named[name] for d in dims)]
@@ -316,7 +310,9 @@ def groups_from_mesh(
             if mapped.contains_this_rank:
                 flat = flattened.get(name) if name not in mapped.layout.axes else None
                 group = mapped.mesh.get_group(name) if flat is None else flat.get_group()
-            if not _is_disabled(group):
+            # The groups of several ranks that torchtitan does not use are fake.
+            is_used = group is None or group.size() == 1 or dist.get_backend(group) != "fake"
+            if is_used or dist.get_backend() == "fake":
                 maker.adopt(mapped.layout.lists(dims), group)
     made: dict[str, Any] = {"dense_mesh": dense.mesh}
     if expert.mesh is not dense.mesh:
@@ -332,13 +328,6 @@ def groups_from_mesh(
                 f"{mapped.mesh.mesh.tolist()}: only its members can use the groups"
             )
     return made, list(maker.used.values())
-
-
-def _is_disabled(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group of several ranks is fake, as torchtitan's of unused dimensions are."""
-    if group is None or group.size() == 1 or dist.get_backend() == "fake":
-        return False
-    return dist.get_backend(group) == "fake"
 
 
 def _take_or_create(

@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
+from typing import TypeAlias
 
 import torch
+
+Choose: TypeAlias = "Callable[[list[int]], Sequence[int]]"  # among the ranks of a pipeline
 
 # The axes of each group's field, the slowest first.
 DENSE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -88,17 +91,20 @@ class ParallelSizes:
         for name, value in vars(self).items():
             require_positive_int(name, value)
 
-    def dense(self, world: int) -> dict[str, int]:
-        """Return the sizes of the dense layout by order token, or raise ValueError."""
-        taken = self.tp * self.cp * self.pp
-        dp = _divide(world, taken, f"tp * cp * pp = {self.tp} * {self.cp} * {self.pp}")
-        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": dp}
-
-    def expert(self, world: int) -> dict[str, int]:
-        """Return the sizes of the expert layout by order token, or raise ValueError."""
-        taken = self.expt_tp * self.ep * self.pp
-        dp = _divide(world, taken, f"expt_tp * ep * pp = {self.expt_tp} * {self.ep} * {self.pp}")
-        return {"tp": self.expt_tp, "ep": self.ep, "pp": self.pp, "dp": dp}
+    def complete(self, world: int, *axes: str) -> dict[str, int]:
+        """Return the sizes of some axes and of the remaining dp by order token.
+        ValueError if the world cannot be divided.
+        """
+        sizes = [getattr(self, axis) for axis in axes]
+        taken = prod(sizes)
+        if world % taken:
+            raise ValueError(
+                f"the world size {world} is not divisible by {' * '.join(axes)} = "
+                f"{' * '.join(map(str, sizes))} = {taken}: "
+                "start another number of ranks or change the sizes"
+            )
+        tokens = [axis.removeprefix("expt_") for axis in axes]
+        return {**dict(zip(tokens, sizes, strict=True)), "dp": world // taken}
 
 
 def require_positive_int(name: str, value: object) -> None:
@@ -109,24 +115,16 @@ def require_positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _divide(world: int, taken: int, factors: str) -> int:
-    if world % taken:
-        raise ValueError(
-            f"the world size {world} is not divisible by {factors} = {taken}: "
-            "start another number of ranks or change the sizes"
-        )
-    return world // taken
-
-
 def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layout, Layout]:
     """Arrange ``world`` ranks into the dense and the expert layout, in the given order."""
-    dense_sizes, expert_sizes = sizes.dense(world), sizes.expert(world)
+    dense_sizes = sizes.complete(world, "tp", "cp", "pp")
+    expert_sizes = sizes.complete(world, "expt_tp", "ep", "pp")
     slowest_first = _parse_order(order, (dense_sizes, expert_sizes))[::-1]
     dense = Layout.row_major({t: dense_sizes[t] for t in slowest_first if t in dense_sizes})
     expert = Layout.row_major(
         {EXPERT_NAMES.get(t, t): expert_sizes[t] for t in slowest_first if t in expert_sizes}
     )
-    require_equal_pipelines(dense, expert, f"order {order!r}")
+    require_equal_pipelines(dense.lists(["pp"]), expert.lists(["pp"]), f"order {order!r}")
     return dense, expert
 
 
@@ -148,11 +146,12 @@ def _parse_order(order: str, sizes: Iterable[Mapping[str, int]]) -> list[str]:
     return tokens + missing
 
 
-def require_equal_pipelines(dense: Layout, expert: Layout, source: str) -> None:
+def require_equal_pipelines(
+    dense: Sequence[list[int]], expert: Sequence[list[int]], source: str
+) -> None:
     """Raise ValueError when the pipeline groups of the two layouts differ."""
-    ours, theirs = dense.lists(["pp"]), expert.lists(["pp"])
     nobody: list[int] = []
-    for mine, other in zip_longest(ours, theirs, fillvalue=nobody):
+    for mine, other in zip_longest(dense, expert, fillvalue=nobody):
         if mine != other:
             raise ValueError(
                 f"the dense and the expert layout have different pp groups (from {source}): "
@@ -174,10 +173,7 @@ def wanted_fields(groups: Collection[str] | None) -> tuple[str, ...]:
     return tuple(name for name in GROUP_FIELDS if name in groups)
 
 
-def embedding_choices(
-    word: Callable[[list[int]], Sequence[int]] | None,
-    position: Callable[[list[int]], Sequence[int]] | None,
-) -> dict[str, Callable[[list[int]], Sequence[int]]]:
+def embedding_choices(word: Choose | None, position: Choose | None) -> dict[str, Choose]:
     """Return the functions that choose the ranks of each embedding from those of a pipeline."""
     return {
         "embd": word or (lambda ranks: [ranks[0], ranks[-1]]),
@@ -185,11 +181,7 @@ def embedding_choices(
     }
 
 
-def embedding_lists(
-    pipelines: Sequence[list[int]],
-    choose: Callable[[list[int]], Sequence[int]],
-    field: str,
-) -> list[list[int]]:
+def embedding_lists(pipelines: Sequence[list[int]], choose: Choose, field: str) -> list[list[int]]:
     """Choose the ranks of each pipeline that hold an embedding, and drop pipelines without any."""
     chosen = []
     for ranks in pipelines:

@@ -5,12 +5,12 @@ from mcore.parallel.rng.recompute import (
     checkpoint_context_fn,
     replay_rng_streams,
 )
-from mcore.parallel.rng.seeding import model_parallel_cuda_manual_seed
 from mcore.parallel.rng.shared import (
     get_all_rng_states,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
 )
 from mcore.parallel.rng.state import (
     _get_cuda_rng_state,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mcore.parallel.agreement import check_tensors
-from mcore.parallel.groups import GroupLike
+from mcore.parallel.groups import AnyGroup
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.rng.shared import existing_tracker
 from mcore.parallel.rng.tracker import RngTracker
@@ -115,7 +115,7 @@ def checkpoint_activations(
     function: Callable[..., _R],
     distribute_saved_activations: bool,
     *args: Any,
-    tp_group: GroupLike | None = None,
+    tp_group: AnyGroup | None = None,
     tracker: RngTracker | None = None,
 ) -> _R:
     """Run a function without keeping its activations, which backward recomputes.
@@ -197,37 +197,25 @@ def _distribute_first(
             f"{type(first).__name__}: pass its local tensor, or False"
         )
     check_tensors("distributed activations", first, group)
+    # Each rank keeps an equal part of the bytes in their order in memory, padded with zeros.
+    slowest_first = sorted(range(first.dim()), key=first.stride, reverse=True)
+    shape, dtype, requires_grad = first.shape, first.dtype, first.requires_grad
+    part_bytes = math.ceil(int(first.nbytes) / group.size())
+    every = first.detach().permute(slowest_first).reshape(-1).view(torch.uint8)
+    part = every[part_bytes * group.rank() :][:part_bytes]
+    padded = part.new_zeros(part_bytes)
+    padded[: part.numel()] = part
     unused = [first]  # the first call empties this list, so only the caller keeps the whole tensor
-    parts = _Parts(first, group)
+
+    def gather(own: Tensor) -> Tensor:
+        received = own.new_empty(group.size() * part_bytes)
+        all_gather_single(received, own, group)
+        values = received[: shape.numel() * dtype.itemsize].view(dtype)
+        in_memory = values.view([shape[dim] for dim in slowest_first])
+        order = sorted(range(len(shape)), key=slowest_first.__getitem__)
+        return in_memory.permute(order).requires_grad_(requires_grad)
 
     def run(own: Tensor, *rest: Any) -> _R:
-        return function(unused.pop() if unused else parts.gathered(own), *rest)
+        return function(unused.pop() if unused else gather(own), *rest)
 
-    return run, (parts.own(first), *args[1:])
-
-
-class _Parts:
-    """One equal part of a tensor's bytes for each rank, in their order in memory."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        self._group, self._dtype, self._requires_grad = group, tensor.dtype, tensor.requires_grad
-        self._slowest_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        self._shape = tensor.permute(self._slowest_first).shape
-        self._part_bytes = math.ceil(int(tensor.nbytes) / group.size())
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """Return a copy of this rank's part, padded with zeros."""
-        every = tensor.detach().permute(self._slowest_first).reshape(-1).view(torch.uint8)
-        part = every[self._part_bytes * self._group.rank() :][: self._part_bytes]
-        own = part.new_zeros(self._part_bytes)
-        own[: part.numel()] = part
-        return own
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """Return the tensor, with its strides, after an all-gather of the parts."""
-        every = own.new_empty(self._group.size() * self._part_bytes)
-        all_gather_single(every, own, self._group)
-        num_bytes = self._shape.numel() * self._dtype.itemsize
-        values = every[:num_bytes].view(self._dtype).view(self._shape)
-        order = sorted(range(len(self._shape)), key=self._slowest_first.__getitem__)
-        return values.permute(order).requires_grad_(self._requires_grad)
+    return run, (padded, *args[1:])

@@ -298,39 +298,20 @@ class CudaRNGStatesTracker:
             ...     torch.equal(torch.rand(3), first)
             True
         """
-        return _Snapshot(self) if self._is_initialized else nullcontext()
+        return Snapshot(self) if self._is_initialized else nullcontext()
 
-    def _capture_moment(self) -> _Moment:
+    def capture_moment(self) -> Moment:
         """Return the current streams, seeds, forks and default numbers, uncopied."""
-        states = self.get_states()
-        return _Moment(states, self.seeds_, self._forks, self._read())
+        states, current = self.get_states(), self._read()
+        # Draws never change plain states.
+        is_plain = isinstance(current, torch.Tensor)
+        values = [] if is_plain else read_generators([*states.values(), current])
+        return Moment(states, self.seeds_, values, self._forks, current)
 
-    def _restore_moment(self, moment: _Moment) -> None:
+    def restore_moment(self, moment: Moment) -> None:
         """Continue from a moment. The tracker owns and changes it from now on."""
         self.states_, self.seeds_, self._forks = moment.states, moment.seeds, moment.forks
         write_rng_state(self._generator, moment.current, self.use_cudagraphable_rng)
-
-    def _enter(self, fork: _Fork) -> None:
-        """Make a stream the default numbers and remember the previous state."""
-        if fork.name not in self.states_:
-            raise UnknownRngStreamError(f"cuda rng state {fork.name} is not added")
-        fork.generator = self._generator
-        fork.previous = self._read()
-        if self._forks:  # the stream in use may be entered again before its fork ends
-            self.states_[self._forks[-1].name] = fork.previous
-        write_rng_state(fork.generator, self.states_[fork.name], self.use_cudagraphable_rng)
-        fork.siblings = self._forks
-        self._forks.append(fork)
-
-    def _leave(self, fork: _Fork) -> None:
-        """Store the current state of the stream and continue the surrounding fork or default."""
-        siblings, previous = fork.siblings, fork.previous
-        siblings.pop()
-        if siblings is self._forks:  # else the tracker was reset inside the fork
-            self.states_[fork.name] = self._read()
-            if siblings:  # the same stream may have been drawn from in both forks
-                previous = self.states_.get(siblings[-1].name, previous)
-        write_rng_state(fork.generator, previous, self.use_cudagraphable_rng)
 
     @property
     def _generator(self) -> torch.Generator:
@@ -346,48 +327,43 @@ class CudaRNGStatesTracker:
         return read_rng_state(self._generator, self.use_cudagraphable_rng)
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
     """The streams, seeds and open forks of a tracker, and the default numbers, at one time."""
 
     states: dict[str, Any]
     seeds: set[int]
+    values: list[tuple[torch.Generator, torch.Tensor]]  # generators with their plain states
     forks: list[_Fork]
-    current: RngState
+    current: Any  # an RngState, None for TransformerEngine
 
-    def copied(self) -> _Moment:
+    def copy(self) -> Moment:
         """Return a moment with copies of the collections, which the tracker changes in place."""
-        return _Moment(dict(self.states), set(self.seeds), list(self.forks), self.current)
-
-    def read_generators(self) -> list[tuple[torch.Generator, torch.Tensor]]:
-        """Return the generators, which draws advance, with their plain states."""
-        if isinstance(self.current, torch.Tensor):  # draws never change plain states
-            return []
-        return read_generators([*self.states.values(), self.current])
+        return self._replace(
+            states=dict(self.states), seeds=set(self.seeds), forks=list(self.forks)
+        )
 
 
-class _Snapshot(AbstractContextManager[None]):
+class Snapshot(AbstractContextManager[None]):
     """A reusable block in which a tracker is as it was when this object was made.
 
     Generators stay the same objects, since graphs have registered them: their states are set.
     """
 
-    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
-        self._tracker, self._moment = tracker, tracker._capture_moment().copied()
-        self._values = self._moment.read_generators()
-        self._outside: list[tuple[_Moment, list[tuple[torch.Generator, torch.Tensor]]]] = []
+    def __init__(self, tracker: Any) -> None:
+        self._tracker, self._moment = tracker, tracker.capture_moment().copy()
+        self._outside: list[Moment] = []
 
     def __enter__(self) -> None:
-        outside = self._tracker._capture_moment()
-        self._outside.append((outside, outside.read_generators()))
-        self._restore(self._moment.copied(), self._values)
+        self._outside.append(self._tracker.capture_moment())
+        self._restore(self._moment.copy())
 
     def __exit__(self, *error: object) -> None:
-        self._restore(*self._outside.pop())
+        self._restore(self._outside.pop())
 
-    def _restore(self, moment: _Moment, values: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-        for generator, value in values:
+    def _restore(self, moment: Moment) -> None:
+        for generator, value in moment.values:
             generator.set_state(value)
-        self._tracker._restore_moment(moment)
+        self._tracker.restore_moment(moment)
 
 
 class _Fork(ContextDecorator):
@@ -407,7 +383,15 @@ class _Fork(ContextDecorator):
         tracker = self.tracker
         if self in self.siblings:
             raise RuntimeError(f"this fork of {self.name} is already open: make one with fork()")
-        tracker._enter(self)
+        if self.name not in tracker.states_:
+            raise UnknownRngStreamError(f"cuda rng state {self.name} is not added")
+        self.generator, self.previous = tracker._generator, tracker._read()
+        if tracker._forks:  # the stream in use may be entered again before its fork ends
+            tracker.states_[tracker._forks[-1].name] = self.previous
+        state = tracker.states_[self.name]
+        write_rng_state(self.generator, state, tracker.use_cudagraphable_rng)
+        self.siblings = tracker._forks
+        self.siblings.append(self)
         is_watching = self._check_cpu and not tracker._has_warned
         watches_cpu = is_watching and self.generator.device.type != "cpu"
         self._cpu_state = torch.get_rng_state() if watches_cpu else None
@@ -427,7 +411,13 @@ class _Fork(ContextDecorator):
                     "generator is suspended inside a block. No stream was changed"
                 )
             return
-        tracker._leave(self)
+        siblings.pop()
+        previous = self.previous
+        if siblings is tracker._forks:  # else the tracker was reset inside the fork
+            tracker.states_[self.name] = tracker._read()
+            if siblings:  # the same stream may have been drawn from in both forks
+                previous = tracker.states_.get(siblings[-1].name, previous)
+        write_rng_state(self.generator, previous, tracker.use_cudagraphable_rng)
         state = self._cpu_state
         if state is not None and not torch.equal(state, torch.get_rng_state()):
             tracker._has_warned = True

@@ -121,7 +121,7 @@ def local_multi_tensor_l2_norm(
     norm = _join_norms(parts, device)
     if flag is not None:
         _raise_if(norm - norm, flag)  # NaN unless the norm is finite
-    if not per_tensor:
+    if not (per_tensor and tensors):
         return norm, torch.empty(0, dtype=torch.float32, device=device)
     here = [moved(part.to(torch.float32), device) for part in parts]
     if len(here) == 1 and len(groups[0]) == len(tensors):
@@ -131,8 +131,6 @@ def local_multi_tensor_l2_norm(
     for part, group in zip(here, groups, strict=True):
         for index, one in zip(group, part.unbind(), strict=True):
             norms[index] = one
-    if not norms:
-        return norm, torch.zeros(0, dtype=torch.float32, device=device)
     return norm, torch.stack(norms)
 
 
@@ -219,9 +217,7 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     local = [to_local_if_dtensor(tensor) for tensor in given]
     check_tensors(local, "tensors")
     check_data(local, None)
-    if not local:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    device = local[0].device
+    device = local[0].device if local else torch.device("cpu")
     by_shards: dict[_Shards | None, list[Tensor]] = {}
     for tensor, key in zip(local, shards, strict=True):
         by_shards.setdefault(key, []).append(tensor)
@@ -369,11 +365,8 @@ def _group_pairs(
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Group non-empty pairs by dtypes, devices, and whether source and destination are the same."""
     filled = [index for index, tensor in enumerate(destinations) if tensor.numel() > 0]
-    in_place = [index for index in filled if sources[index] is destinations[index]]
-    tensors = _pick(destinations, in_place)
-    for group in indices_by_kind(tensors):
-        yield _pick(tensors, group), _pick(tensors, group)
-    others = [index for index in filled if sources[index] is not destinations[index]]
-    sources, destinations = _pick(sources, others), _pick(destinations, others)
-    for group in indices_by_kind(sources, destinations):
-        yield _pick(sources, group), _pick(destinations, group)
+    for is_in_place in (True, False):
+        chosen = [i for i in filled if (sources[i] is destinations[i]) is is_in_place]
+        pair = _pick(sources, chosen), _pick(destinations, chosen)
+        for group in indices_by_kind(*pair[is_in_place:]):
+            yield _pick(pair[0], group), _pick(pair[1], group)

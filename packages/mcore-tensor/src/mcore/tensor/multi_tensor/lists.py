@@ -35,12 +35,12 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
 
 def check_tensors(tensors: list[Tensor], name: str) -> None:
     """Raise unless a list holds plain float tensors."""
-    # The usual case first: sets need less time than a test of each tensor.
+    # The usual case first: sets need less time than a test of each tensor or a generator.
     if (
         _PLAIN_TYPES.issuperset(map(type, tensors))
         and _DTYPES.issuperset({tensor.dtype for tensor in tensors})
         and _LAYOUTS.issuperset({tensor.layout for tensor in tensors})
-        and not any(tensor.is_nested for tensor in tensors)
+        and True not in {tensor.is_nested for tensor in tensors}
     ):
         return
     for index, tensor in enumerate(tensors):

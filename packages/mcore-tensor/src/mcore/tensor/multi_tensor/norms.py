@@ -31,11 +31,9 @@ def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return _compute_norms(tensors)
     rows = _Rows(tensors[0].dtype, sum(lengths))
-    short = [index for index, length in enumerate(lengths) if length < _LONG]
-    if len(short) < len(tensors):
-        long = [index for index, length in enumerate(lengths) if length >= _LONG]
-        rests = [rows.add_long(tensors[index]) for index in long]
-        tensors = [tensors[index] for index in short]
+    rests = [rows.add_long(one) for one, n in zip(tensors, lengths, strict=True) if n >= _LONG]
+    if rests:
+        tensors = [one for one, n in zip(tensors, lengths, strict=True) if n < _LONG]
         tensors += [rest for rest in rests if rest is not None]
         lengths = [tensor.numel() for tensor in tensors]
     rows.add_packed(tensors, lengths)

@@ -30,7 +30,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
     """
     # Foreach operations refuse the negative bit of a destination. torch.compile cannot read it.
     is_traced = are_traced(sources)
-    if not is_traced and any(destination.is_neg() for destination in destinations):
+    if not is_traced and True in {destination.is_neg() for destination in destinations}:
         plain = [destination.resolve_neg() for destination in destinations]
         in_place = sources[0] is destinations[0]
         non_finite = scaled_copy(plain if in_place else sources, plain, scale)
@@ -42,7 +42,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
     if sources[0].device != device:
         sources = [moved(source, device) for source in sources]
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
-    length = sum(source.numel() for source in sources)
+    length = sum([source.numel() for source in sources])
     multiply = _CheckedMultiply(scale, wide, device, length, is_traced)
     # CUDA has no fused operation for bfloat16: it goes through wide products there.
     is_fused = device.type == "cpu" or dtype != torch.bfloat16

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from mcore.observe.runs.config import LoggerConfig
 from mcore.observe.sinks import mlflow
@@ -70,7 +69,10 @@ def _replay_file(
     kept = facts.get("settings")
     if spec is None or spec.is_local or not isinstance(kept, dict):
         raise ValueError(f"{owner.path} is damaged: it does not name its tracker and settings")
-    settings = _restore_settings(kept)
+    settings = LoggerConfig()
+    # A newer version may have written settings that this one lacks.
+    for name in {field.name for field in dataclasses.fields(settings)} & kept.keys():
+        setattr(settings, name, kept[name])
     hiding: AbstractContextManager[None] = nullcontext()
     if not trust_run and settings.wandb_save_dir is not None:
         settings.wandb_save_dir = str(folder)  # W&B writes here, and nowhere else
@@ -96,16 +98,6 @@ def _replay_file(
         else:
             run.close(facts.get("status", "KILLED"))
     yield f"{spec.label}: {sent} values sent to the run {run.run_id}".rstrip()
-
-
-def _restore_settings(kept: dict[str, Any]) -> LoggerConfig:
-    settings = LoggerConfig()
-    # A newer version may have written settings that this one lacks.
-    known = {field.name for field in dataclasses.fields(settings)}
-    for name, value in kept.items():
-        if name in known:
-            setattr(settings, name, value)
-    return settings
 
 
 def _choose_address(

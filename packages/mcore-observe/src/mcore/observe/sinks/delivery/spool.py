@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class Spool:
         """Remove the file: everything has arrived."""
         self.leave()
         self.path.unlink(missing_ok=True)
-        _remove_if_empty(self.path.parent)
+        with suppress(OSError):  # it has files of other trackers
+            self.path.parent.rmdir()
 
     def leave(self) -> bool:
         """Leave the file to a replay, and return whether it has everything."""
@@ -253,7 +255,8 @@ class SpoolOwner:
         """Remove the file: everything has arrived."""
         self.path.unlink(missing_ok=True)
         self.close()
-        _remove_if_empty(self.path.parent)
+        with suppress(OSError):  # it has files of other trackers
+            self.path.parent.rmdir()
 
     def close(self) -> None:
         """Release the file for another replay. A second call does nothing."""
@@ -328,10 +331,3 @@ def lock(file: int) -> None:
 def _write_all(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:  # it has files of other trackers
-        return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import io
 import logging
 import socket
@@ -52,17 +51,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
     server: ControllerServer
     server_version = "mcore"
     sys_version = ""
-
-    def __init__(
-        self,
-        router: Router,
-        request: socket.socket,
-        client_address: Any,
-        server: socketserver.BaseServer,
-    ) -> None:
-        self._router = router
-        self.command = ""
-        super().__init__(request, client_address, server)
+    command = ""  # before a request line is read
 
     def handle(self) -> None:
         """Read the request, answer it, and wait a moment for the client to close."""
@@ -73,7 +62,12 @@ class ControllerRequest(BaseHTTPRequestHandler):
                     self._send(self._answer())
             except _RefusedError as refused:
                 self._send(refused.answer)
-            self._wait_for_close()
+            # Wait for the client to close. Limited, else it could keep the place.
+            deadline, left = time.monotonic() + _GOODBYE_S, _GOODBYE_BYTES
+            while left > 0 and (wait_s := deadline - time.monotonic()) > 0:
+                self.connection.settimeout(wait_s)
+                received = len(self.connection.recv(left))
+                left = left - received if received else 0
         except OSError as error:  # gone, or too slow
             logger.debug("a connection ended early: %s", type(error).__name__)
 
@@ -93,7 +87,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
         fetch_site = self.headers.get("Sec-Fetch-Site", "none").strip().lower()
         page_origin = f"http://{self.headers.get('Host')}"
         is_page = all(origin == page_origin for origin in self.headers.get_all("Origin", []))
-        refusal = self._router.refusal(
+        refusal = self.server.router.refusal(
             method,
             path,
             host=self.headers.get("Host"),
@@ -107,7 +101,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
                 self.server.delay_refusal()
             return refusal
         self.server.mark_complete(self.connection)
-        return refusal or self._router.answer(method, path, query)
+        return refusal or self.server.router.answer(method, path, query)
 
     def _read_request(self) -> bool:
         """Parse request line and headers. False if the client is gone or was answered."""
@@ -185,17 +179,6 @@ class ControllerRequest(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _wait_for_close(self) -> None:
-        # Limited in time and size, else a client could keep the place.
-        deadline = time.monotonic() + _GOODBYE_S
-        left = _GOODBYE_BYTES
-        while left > 0 and (wait_s := deadline - time.monotonic()) > 0:
-            self.connection.settimeout(wait_s)
-            received = len(self.connection.recv(left))
-            if received == 0:
-                return
-            left -= received
-
 
 class ControllerServer(ThreadingHTTPServer):
     """Serves a router. Each connection has a thread and a deadline. Their number is limited."""
@@ -213,6 +196,7 @@ class ControllerServer(ThreadingHTTPServer):
         request_deadline_s: float = REQUEST_DEADLINE_S,
     ) -> None:
         self.address_family = family
+        self.router = router
         self._max_connections = max_connections
         self._request_deadline_s = request_deadline_s
         self._opened_at: dict[socket.socket, float] = {}  # oldest first
@@ -220,7 +204,7 @@ class ControllerServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._refusing = threading.Lock()
         self._request_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        super().__init__(address, functools.partial(ControllerRequest, router))
+        super().__init__(address, ControllerRequest)
 
     def server_bind(self) -> None:
         """Bind without the name look-up of the base class, which may wait for a name server."""

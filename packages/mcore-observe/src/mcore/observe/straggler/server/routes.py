@@ -9,33 +9,22 @@ import ipaddress
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 from mcore.observe.straggler.report import RankComparison, StragglerReport, family, labels
-from mcore.observe.straggler.server.page.answers import (
+from mcore.observe.straggler.server.page_answers import (
     FILE_HEADERS,
     FILE_PATHS,
     PageAnswers,
     read_page_file,
 )
-from mcore.observe.straggler.server.page.history import History
+from mcore.observe.straggler.server.page_history import History
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-@dataclass(frozen=True)
-class ControllerStatus:
-    """A snapshot of the detector for HTTP clients, with its fields in the order of the JSON."""
-
-    enabled: bool
-    pending: bool | None  # the state after the next report, if it differs
-    rank: int
-    world_size: int
-    reports: int
-    last_report_unix: float | None
 
 
 class ControllerState:
@@ -66,17 +55,17 @@ class ControllerState:
         last = self._last
         return None if last is None else last.report
 
-    def status(self) -> ControllerStatus:
-        """Return a snapshot of the state."""
+    def status(self) -> dict[str, Any]:
+        """Return the JSON of ``/status``. ``pending`` is another state after the next report."""
         with self._lock:
-            return ControllerStatus(
-                enabled=self._enabled,
-                pending=None if self._wanted == self._enabled else self._wanted,
-                rank=self._rank,
-                world_size=self._world_size,
-                reports=self._reports,
-                last_report_unix=None if self._last is None else self._last.unix_time,
-            )
+            return {
+                "enabled": self._enabled,
+                "pending": None if self._wanted == self._enabled else self._wanted,
+                "rank": self._rank,
+                "world_size": self._world_size,
+                "reports": self._reports,
+                "last_report_unix": None if self._last is None else self._last.unix_time,
+            }
 
     def count_refusal(self) -> None:
         """Count a request without the right token."""
@@ -95,12 +84,13 @@ class ControllerState:
         status = self.status()
         with self._lock:
             refused, scalars = self._refused, list(self._scalars.items())
-        made = [] if status.last_report_unix is None else [("", status.last_report_unix)]
+        last = status["last_report_unix"]
+        made = [] if last is None else [("", last)]
         named = [(labels(name=name), value) for name, value in scalars]
         return "".join(
             (
-                family("enabled", "gauge", "Whether ranges are timed.", [("", status.enabled)]),
-                family("reports_total", "counter", "Reports so far.", [("", status.reports)]),
+                family("enabled", "gauge", "Whether ranges are timed.", [("", status["enabled"])]),
+                family("reports_total", "counter", "Reports so far.", [("", status["reports"])]),
                 family("refused_total", "counter", "Requests without the token.", [("", refused)]),
                 family("last_report_timestamp_seconds", "gauge", "Time of the report.", made),
                 family("training", "gauge", "Numbers of the training by name.", named),
@@ -179,14 +169,14 @@ class Router:
             "/toggle": {"POST": lambda _: self._toggle()},
             "/on": {"POST": lambda _: _accept(state.request(True))},
             "/off": {"POST": lambda _: _accept(state.request(False))},
-            "/report": {"GET": lambda _: self._answer_report()},
+            "/report": {"GET": self._answer_report},
             "/metrics": {
                 "GET": lambda query: self._answer_metrics("ranks=all" in query.split("&"))
             },
             "/healthz": {"GET": lambda _: Answer(HTTPStatus.OK, "ok")},
             "/ui/data": {
                 "GET": lambda query: self._answer_page(
-                    lambda text: self._page.data(text, asdict(state.status())), query
+                    lambda text: self._page.data(text, state.status()), query
                 )
             },
             "/ui/rank": {"GET": lambda query: self._answer_page(self._page.rank, query)},
@@ -223,7 +213,11 @@ class Router:
                 HTTPStatus.FORBIDDEN,
                 "without a token, requests must go to localhost or the address that listens",
             )
-        if self._is_authorized(authorization) or (method == "GET" and path in FILE_PATHS):
+        # Headers arrive decoded as latin-1: encoding gives the bytes that were sent.
+        scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
+        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
+        is_authorized = matches and len(authorization) == 1 and scheme.lower() == "bearer"
+        if is_authorized or (method == "GET" and path in FILE_PATHS):
             return None
         self._state.count_refusal()
         text = "wrong token" if authorization else "send the header Authorization: Bearer <token>"
@@ -242,14 +236,6 @@ class Router:
             )
         return methods[method](query)
 
-    def _is_authorized(self, authorization: list[str]) -> bool:
-        if self._expected is None:
-            return True
-        # Headers arrive decoded as latin-1: encoding gives the bytes that were sent.
-        scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
-        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
-        return matches and len(authorization) == 1 and scheme.lower() == "bearer"
-
     def _is_listening_on(self, host: str) -> bool:
         """Return whether a Host header is ``localhost`` or the address, with or without a port."""
         name = host.strip()
@@ -262,12 +248,12 @@ class Router:
             return False
 
     def _answer_status(self) -> Answer:
-        return Answer(HTTPStatus.OK, _dump(asdict(self._state.status())), _JSON)
+        return Answer(HTTPStatus.OK, _dump(self._state.status()), _JSON)
 
     def _toggle(self) -> Answer:
         return _accept(self._state.toggle())
 
-    def _answer_report(self) -> Answer:
+    def _answer_report(self, query: str) -> Answer:
         rendered = self._render("report", StragglerReport.to_json)
         if rendered is None:
             return error_answer(HTTPStatus.NOT_FOUND, "no report yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import stat
@@ -25,6 +26,7 @@ class TokenFile:
         self.path = _find_path(address)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         _check_owner(self.path.parent)
+        _remove_stale(self.path.parent)
         self._file, partial = tempfile.mkstemp(dir=self.path.parent)  # of mode 0600
         try:
             # Locked before it gets its name, else a client could find it without a lock.
@@ -64,6 +66,19 @@ def find_token(address: tuple[str, int]) -> str | None:
     with suppress(FileNotFoundError):
         path.unlink()
     return None
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the files that dead processes of this machine have left."""
+    for path in folder.glob(f"{glob.escape(socket.gethostname())}-*"):
+        with suppress(OSError):  # a lock of a living process, or another start was faster
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                _lock(file, is_shared=False)
+                if os.path.samestat(os.fstat(file), path.lstat()):
+                    path.unlink()
+            finally:
+                os.close(file)
 
 
 def _find_path(address: tuple[str, int]) -> Path:

@@ -1,1 +1,0 @@
-"""Reports on a run: memory, energy, elapsed and remaining time, throughput."""

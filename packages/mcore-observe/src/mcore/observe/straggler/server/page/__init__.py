@@ -1,1 +1,0 @@
-"""The page that shows the ranks in a browser: its files, its history, and its data as JSON."""
