@@ -79,8 +79,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         given = {
             name: one for name, one in vars(options).items() if name not in ("command", "json")
         }
-        code: int = getattr(hf_folder, options.command.replace("-", "_"))(**given, output=output)
-        return code
+        return int(getattr(hf_folder, options.command.replace("-", "_"))(**given, output=output))
     from mcore.parallel.checkpoint.inspection.to_torch import to_torch
 
     return to_torch(options.path, options.file, options.keys, output)

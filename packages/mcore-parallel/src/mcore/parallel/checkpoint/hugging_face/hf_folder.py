@@ -129,11 +129,10 @@ def save_hf(
         cleanup.callback(save.discard)  # a published folder has another name
         save.begin()
         _make_files(save.folder, tensors, _parse_size(max_shard_size))
-        if config is not None:
-            given = config
-            if not isinstance(given, Mapping):
-                given = json.loads(local_path(given).read_bytes())
-            write_file(save.folder / "config.json", json.dumps(given, indent=2).encode())
+        if isinstance(config, Mapping):
+            write_file(save.folder / "config.json", json.dumps(config, indent=2).encode())
+        elif config is not None:
+            write_file(save.folder / "config.json", local_path(config).read_bytes())
         return [pickle.dumps((token, read_folder(save.folder).keys, plan.flags))]
 
     def write() -> None:
@@ -234,7 +233,7 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
         leaves = {name: leaf.value for name, leaf in modules.leaves.items()}
         tree = {name: one if id(one) in modules.in_place else None for name, one in leaves.items()}
     shards: list[ShardedTensor] = []
-    names, left, seen = {}, [], set()
+    names, left, seen = {}, [], dict[Any, str]()
     for name, leaf in tree.items():
         key = getattr(leaf, "key", name)
         rule = find_rule(mapping, key)
@@ -250,10 +249,9 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
             problem = problem or f"has {leaf.dtype}, which safetensors lacks"
             raise CheckpointingException(f"key {key!r} {problem}. None in the mapping omits it")
         memory = (local.data_ptr() or id(leaf), local.shape, local.stride(), shard.global_offset)
-        if memory not in seen:  # else it is tied to the first key
+        if seen.setdefault(memory, key) == key:  # else it is tied to the first key
             shards += rule.cut(shard, local)
             names[key] = rule.listed
-        seen.add(memory)
     return shards, names, left
 
 
@@ -311,8 +309,9 @@ def read_folder(folder: Path) -> Index:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        hint = 'pip install "mcore-parallel[safetensors]"'
-        raise ModuleNotFoundError(f"safetensors is not installed: {hint}") from error
+        raise ModuleNotFoundError(
+            'safetensors: pip install "mcore-parallel[safetensors]"'
+        ) from error
     place, keys = folder / _INDEX, dict[str, StoredKey]()
     try:
         listed = json.loads(read_regular(place, b"{"))["weight_map"] if place.exists() else {}

@@ -71,8 +71,7 @@ class HFTensor:
             same = [one * (name == names[number]) for one, name in zip(ratio, names, strict=True)]
             at = unit * (group * sum(ratio) + sum(ratio[:number]))  # among all parts
             stored_at = unit * (self.groups * sum(same[:number]) + group * ratio[number])
-            if self.part is not None:
-                at, stored_at = unit * group * own, at
+            at, stored_at = (at, stored_at) if self.part is None else (unit * group * own, at)
             start, end = max(at, first), min(at + unit * ratio[number], first + held)
             if (start >= end and unit) or self.part not in (None, number):
                 continue
