@@ -309,9 +309,7 @@ def read_folder(folder: Path) -> Index:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise ModuleNotFoundError(
-            'safetensors: pip install "mcore-parallel[safetensors]"'
-        ) from error
+        raise ModuleNotFoundError('pip install "mcore-parallel[safetensors]"') from error
     place, keys = folder / _INDEX, dict[str, StoredKey]()
     try:
         listed = json.loads(read_regular(place, b"{"))["weight_map"] if place.exists() else {}
