@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.parallel.checkpoint import CheckpointingException, HFTensor, gpt2_names, llama_names
@@ -37,6 +37,7 @@ borders = st.lists(st.integers(0, 1000), max_size=4)
 sizes = st.integers(1, 4)
 
 
+@settings(deadline=None)
 @given(groups=sizes, heads=sizes, size=sizes, width=sizes, borders=borders)
 def test_fused_heads_become_three_tensors(
     groups: int, heads: int, size: int, width: int, borders: list[int]
@@ -50,6 +51,7 @@ def test_fused_heads_become_three_tensors(
     assert torch.equal(found["v"], parts[:, heads + 1].reshape(-1, width))
 
 
+@settings(deadline=None)
 @given(heads=sizes, size=sizes, width=sizes, borders=borders)
 def test_fused_heads_become_one_transposed_tensor(
     heads: int, size: int, width: int, borders: list[int]
@@ -63,6 +65,7 @@ def test_fused_heads_become_one_transposed_tensor(
     assert torch.equal(store(rule, bias, borders)["c"], torch.cat([one[:, 0] for one in by_kind]))
 
 
+@settings(deadline=None)
 @given(groups=sizes, size=sizes, borders=borders)
 def test_separate_tensors_are_parts_of_a_fused_one(
     groups: int, size: int, borders: list[int]
