@@ -249,15 +249,18 @@ def copy_with_group():
     plain.group = group
     plain.collection = Collection(group)
     plain.slotted = Slotted()
-    plain.slotted.group = group
-    plain.reduce = functools.partial(dist.all_reduce, group=group)
+    # Groups that nothing else holds.
+    plain.slotted.group, of_partial = dist.new_group(), dist.new_group()
+    plain.reduce = functools.partial(dist.all_reduce, group=of_partial)
     plain.mesh = SimpleNamespace(mesh=init_device_mesh("cpu", (1,)))
     copied = copy.deepcopy(model)
     alone = copy.deepcopy(model.head)
     found = copied.plain
     held = [copied.head.tp_group, alone.tp_group, copied.config.groups["tp"][0], found.group]
-    held += [found.collection.tp, found.slotted.group, found.reduce.keywords["group"]]
+    held.append(found.collection.tp)
     shared = all(one is group for one in held) and found.mesh.mesh is plain.mesh.mesh
+    shared &= found.slotted.group is plain.slotted.group
+    shared &= found.reduce.keywords["group"] is of_partial
     separate = found.collection is not plain.collection and copied.config is not model.config
     return (
         shared and separate,
