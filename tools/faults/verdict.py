@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mcore.parallel.checkpoint.inspection.contents import Output
 from mcore.parallel.checkpoint.inspection.diff import diff
-from mcore.parallel.checkpoint.inspection.output import Output
 from mcore.parallel.checkpoint.inspection.verify import verify
 from results.journal import read_journal
 

@@ -14,8 +14,7 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.checkpoint.builders import strip_wrapper_names
-from mcore.parallel.checkpoint.ranks import resolve_groups
+from mcore.parallel.checkpoint.builders import resolve_groups, strip_wrapper_names
 from mcore.tensor.param_flags import ensure_params_ready
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"

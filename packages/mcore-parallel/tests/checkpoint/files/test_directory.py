@@ -26,6 +26,7 @@ from mcore.parallel.checkpoint import (
     remove_incomplete,
     save_sharded_state_dict,
 )
+from mcore.parallel.checkpoint.files.directory import incomplete_sibling, make_directories
 from mcore.parallel.checkpoint.files.index import parse_index, read_index
 from mcore.parallel.checkpoint.files.manifest import (
     Piece,
@@ -33,7 +34,6 @@ from mcore.parallel.checkpoint.files.manifest import (
     aligned,
     encode_manifest,
 )
-from mcore.parallel.checkpoint.files.save_place import incomplete_sibling, make_directories
 
 
 def save(path: Path, written_at: int | None = None) -> Path:

@@ -28,7 +28,7 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.__main__ import main
-from mcore.parallel.checkpoint.files import pieces, places, save_place
+from mcore.parallel.checkpoint.files import directory, pieces, places
 from rank_testing import run_ranks
 
 
@@ -252,13 +252,13 @@ def test_a_folder_that_cannot_be_synced_after_the_rename(
 def test_the_loser_of_two_saves_to_one_path_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ready = save_place.publish, threading.Barrier(2)
+    real, ready = directory.publish, threading.Barrier(2)
 
     def publish(incomplete: Path, final: Path) -> None:
         ready.wait(60)
         real(incomplete, final)
 
-    monkeypatch.setattr(save_place, "publish", publish)
+    monkeypatch.setattr(directory, "publish", publish)
     errors: list[str] = []
 
     def save() -> None:

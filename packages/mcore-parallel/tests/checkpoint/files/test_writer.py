@@ -19,7 +19,7 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.save_place import new_large_file
+from mcore.parallel.checkpoint.files.directory import new_large_file
 
 
 def pieces_of(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -24,9 +25,8 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.__main__ import main
 from mcore.parallel.checkpoint.files.index import plain_value, read_index
-from mcore.parallel.checkpoint.inspection.contents import short_repr
+from mcore.parallel.checkpoint.inspection.contents import Output, escaped, short_repr, size_text
 from mcore.parallel.checkpoint.inspection.diff import boxes, compare_tensors
-from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from rank_testing import run_ranks
 
 HOSTILE = "a\x1b[31m\n\u202eb\\"
@@ -325,17 +325,30 @@ def test_progress_is_for_terminals() -> None:
     assert sizes == ["1 byte", "1023 bytes", "1.5 KiB", "5.0 TiB"]
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as terminal, open(os.devnull, "w") as nowhere:
-        Output(nowhere, nowhere).progress(1, 2, "read")
-        output = Output(nowhere, terminal)
-        output.progress(512, 1024, "step_1")
-        output.report({}, [])
+        with Output(nowhere, nowhere).progress("read", 2) as report:
+            report(1)
+        with Output(nowhere, terminal).progress("step\n1", 1024) as report:
+            report(512)
     shown = ""
     with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
         while piece := os.read(master, 1000):  # which hands on in pieces
             shown += piece.decode()
     os.close(master)
-    assert f"step_1 [{'#' * 15}{'.' * 15}]  50 % (512 bytes of 1.0 KiB)" in shown
-    assert shown.endswith("\r\x1b[K")
+    assert "read" not in shown
+    assert "step\\n1:  50%" in shown
+    assert "512/1.02k" in shown
+
+
+def test_commands_need_no_tqdm(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with Output(io.StringIO(), terminal := Terminal()).progress("read", 2) as report:
+        report(1)
+    assert terminal.getvalue() == ""
+    assert "pip install 'mcore-parallel[progress]'" in caplog.text
 
 
 def test_the_command_ends_well_whatever_it_is_given(

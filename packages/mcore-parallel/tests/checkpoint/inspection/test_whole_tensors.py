@@ -25,7 +25,7 @@ from mcore.parallel.checkpoint.__main__ import main
 LIMITED = """
 import resource, sys
 from pathlib import Path
-import mcore.parallel.checkpoint.inspection.to_torch
+import mcore.parallel.checkpoint.inspection.listing
 from mcore.parallel.checkpoint.__main__ import main
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 most = pages * resource.getpagesize() + (64 << 20)

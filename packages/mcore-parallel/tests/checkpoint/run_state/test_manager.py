@@ -20,7 +20,7 @@ from mcore.parallel.checkpoint import (
     load_training_state,
     save_training_state,
 )
-from mcore.parallel.checkpoint.files.save_place import incomplete_sibling
+from mcore.parallel.checkpoint.files.directory import incomplete_sibling
 from rank_testing import run_ranks
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.async_save import SaveHandle
 from mcore.parallel.checkpoint.builders import (
+    ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
     make_sharded_tensors_for_checkpoint,
@@ -13,7 +14,7 @@ from mcore.parallel.checkpoint.builders import (
     sharded_state_dict_default,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
-from mcore.parallel.checkpoint.figures import SaveStats
+from mcore.parallel.checkpoint.figures import SaveHandle, SaveStats
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
@@ -21,6 +22,8 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
+from mcore.parallel.checkpoint.hugging_face.hf_folder import load_hf, save_hf
+from mcore.parallel.checkpoint.hugging_face.names import HFTensor, gpt2_names, llama_names
 from mcore.parallel.checkpoint.load import load_sharded_state_dict
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
 from mcore.parallel.checkpoint.planning.validation import (
@@ -29,7 +32,6 @@ from mcore.parallel.checkpoint.planning.validation import (
     validate_plans,
     validate_sharding_integrity,
 )
-from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
 from mcore.parallel.checkpoint.run_state.manager import CheckpointManager
 from mcore.parallel.checkpoint.run_state.training_state import (
     load_training_state,
@@ -56,6 +58,7 @@ __all__ = [
     "CheckpointingException",
     "CommonStateDict",
     "DamagedCheckpointError",
+    "HFTensor",
     "LoadReport",
     "LocalNonpersistentObject",
     "ReplicaId",
@@ -71,11 +74,14 @@ __all__ = [
     "StateDict",
     "describe_shards",
     "ensure_metadata_has_dp_cp_group",
+    "gpt2_names",
     "is_complete_checkpoint",
     "is_main_replica",
     "keep_last",
     "latest_checkpoint",
     "list_checkpoints",
+    "llama_names",
+    "load_hf",
     "load_sharded_state_dict",
     "load_training_state",
     "make_sharded_object_for_checkpoint",
@@ -83,6 +89,7 @@ __all__ = [
     "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "remove_incomplete",
+    "save_hf",
     "save_sharded_state_dict",
     "save_training_state",
     "sharded_state_dict_default",
@@ -93,12 +100,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the planners at their first use: torch.distributed.checkpoint takes seconds."""
-    if name == "ShardedLoadPlanner":
-        from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
-
-        return ShardedLoadPlanner
-    if name == "ShardedSavePlanner":
-        from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
-
-        return ShardedSavePlanner
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = {"ShardedLoadPlanner": "load_planner", "ShardedSavePlanner": "save_planner"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.planning.{modules[name]}"), name)

@@ -7,10 +7,11 @@ objects (all-reduce). If everything fits on all ranks, each fills its tensors (a
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from mcore.parallel.checkpoint.errors import (
     CheckpointingException,
@@ -18,6 +19,7 @@ from mcore.parallel.checkpoint.errors import (
     raise_as_damage,
 )
 from mcore.parallel.checkpoint.figures import Clock, show_progress
+from mcore.parallel.checkpoint.files.directory import is_incomplete_name
 from mcore.parallel.checkpoint.files.index import (
     file_problems,
     format_keys,
@@ -27,7 +29,6 @@ from mcore.parallel.checkpoint.files.index import (
 )
 from mcore.parallel.checkpoint.files.manifest import Index
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
-from mcore.parallel.checkpoint.files.save_place import is_incomplete_name
 from mcore.parallel.checkpoint.selection import Choices, LoadReport, Rename, Selection
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -118,19 +119,20 @@ def load_sharded_state_dict(
     selection = Selection(include, exclude, rename, report)
     team = team_of(process_group)
     checkpoint = open_checkpoint(path, team)
-    loaded = load_opened(
-        checkpoint,
-        lambda: sd,
-        team,
-        strict=strict,
-        unexpected=unexpected,
-        weights_only=weights_only,
-        verify=verify,
-        progress_bar=progress_bar,
-        selection=selection,
-    )
+    options = LoadOptions(strict, unexpected, weights_only, verify, progress_bar)
+    loaded = load_opened(checkpoint, lambda: sd, team, options, selection=selection)
     checkpoint.log_figures(team)
     return loaded
+
+
+class LoadOptions(NamedTuple):
+    """The options of a load, see :func:`load_sharded_state_dict`."""
+
+    strict: bool
+    unexpected: Unexpected
+    weights_only: bool
+    verify: Verify
+    progress_bar: bool
 
 
 class OpenCheckpoint:
@@ -189,12 +191,8 @@ def load_opened(
     checkpoint: OpenCheckpoint,
     build: Callable[[], Mapping[str, Any]],
     team: Team,
+    options: LoadOptions,
     *,
-    strict: bool,
-    unexpected: Unexpected,
-    weights_only: bool,
-    verify: Verify,
-    progress_bar: bool,
     accounted: Collection[str] = (),
     selection: Selection | None = None,
 ) -> dict[str, Any]:
@@ -202,7 +200,7 @@ def load_opened(
     from mcore.parallel.checkpoint.files.reader import CheckedReader
     from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
 
-    planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
+    planner = ShardedLoadPlanner(strict=options.strict, weights_only=options.weights_only)
     directory = checkpoint.directory
 
     def plan_reads() -> tuple[tuple[CheckedReader, LoadPlan], list[bool]]:
@@ -211,7 +209,7 @@ def load_opened(
         planner.has_listed_objects = is_megatron
         wanted = planner.take(sd, selection, index.keys)
         keys = {name: index.keys[name] for name in wanted if name in index.keys}
-        reader = CheckedReader(directory, index, keys, verify)
+        reader = CheckedReader(directory, index, keys, options.verify)
         planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
         plan = planner.create_local_plan()
         _reject_empty_optimizer((), sd, index.keys)
@@ -222,18 +220,17 @@ def load_opened(
         return (reader, plan), [key in expected for key in index.keys]
 
     with name_checkpoint("load", directory):
-        (reader, plan), expected = team.agree_any(plan_reads, checkpoint.num_keys)
+        (reader, plan), expected = team.agree_max(plan_reads, checkpoint.num_keys, are_flags=True)
         keys = checkpoint.index.keys
         extra = [key for key, flag in zip(keys, expected, strict=True) if not flag]
         if selection is not None:
             selection.report.unused += extra
             extra = [] if selection.is_partial else extra
         if extra:  # ``extra`` is equal on all ranks, ``unexpected`` may not be
-            team.agree(lambda: _handle_unexpected(extra, unexpected, team))
+            team.agree(lambda: _handle_unexpected(extra, options.unexpected, team))
         checkpoint.clock.end_phase("plan")
-        with show_progress(
-            progress_bar and team.is_first, f"loading {directory.name}", reader.num_bytes
-        ) as report:
+        stream = sys.stderr if options.progress_bar and team.is_first else None
+        with show_progress(f"loading {directory.name}", reader.num_bytes, stream) as report:
             _fill(reader, plan, planner, team, report)
         checkpoint.clock.end_phase("read")
         checkpoint.num_bytes += reader.num_bytes

@@ -13,14 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from mcore.parallel.checkpoint import sharded
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import (
-    LocalEntry,
-    ReplicaId,
-    Shape,
-    ShardedBase,
-    as_shape,
-)
 
 T = TypeVar("T")
 
@@ -30,7 +24,7 @@ _UNIQUE_KEY = re.compile(
 
 
 @dataclass
-class ShardedObject(ShardedBase):
+class ShardedObject(sharded.ShardedBase):
     """A rank's shard of a global array of picklable objects, one object each.
 
     A subclass can store its objects in another form: it has another ``kind`` and ``mark``,
@@ -57,9 +51,9 @@ class ShardedObject(ShardedBase):
 
     key: str
     data: Any = field(repr=False)
-    global_shape: Shape
-    global_offset: Shape
-    replica_id: ReplicaId = 0
+    global_shape: sharded.Shape
+    global_offset: sharded.Shape
+    replica_id: sharded.ReplicaId = 0
     kind: ClassVar[str] = "object"
     mark: ClassVar[str] = "shard"
     is_archive: ClassVar[bool] = True
@@ -69,8 +63,8 @@ class ShardedObject(ShardedBase):
         _KINDS.setdefault(cls.mark, cls)
 
     def __post_init__(self) -> None:
-        self.global_shape = as_shape(self.global_shape)
-        self.global_offset = as_shape(self.global_offset)
+        self.global_shape = sharded.as_shape(self.global_shape)
+        self.global_offset = sharded.as_shape(self.global_offset)
         pairs = list(zip(self.global_offset, self.global_shape, strict=False))
         fits = all(0 <= offset < size for offset, size in pairs)
         if len(self.global_shape) != len(self.global_offset) or not pairs or not fits:
@@ -121,7 +115,9 @@ class ShardedObject(ShardedBase):
         return replace(self, data=None)
 
     @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+    def empty_from_unique_key(
+        cls, unique_key: str, replica_id: sharded.ReplicaId = 0
+    ) -> ShardedObject:
         """Rebuild a description from its ``unique_key``. The key may contain slashes.
 
         Args:
@@ -208,7 +204,7 @@ def _find_odd_types(value: Any) -> Iterator[type]:
         yield type(value)
 
 
-class LocalNonpersistentObject(LocalEntry, Generic[T]):
+class LocalNonpersistentObject(sharded.LocalEntry, Generic[T]):
     """A value that is never saved. A load returns the local value.
 
     Args:

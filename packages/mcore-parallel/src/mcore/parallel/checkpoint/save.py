@@ -16,39 +16,20 @@ import logging
 import pickle
 import secrets
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from mcore.parallel.checkpoint.async_save import SaveHandle, start_async_save
+from mcore.parallel.checkpoint import figures
 from mcore.parallel.checkpoint.errors import CheckpointingException, name_checkpoint
-from mcore.parallel.checkpoint.figures import Clock, SaveStats, show_progress
-from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, Piece, locate_pieces
-from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
-from mcore.parallel.checkpoint.files.save_place import (
-    LocalSave,
-    RemoteSave,
-    is_incomplete_name,
-    reserve,
-    save_at,
-)
-from mcore.parallel.checkpoint.planning.staging import (
-    DIGEST_BYTES,
-    Candidate,
-    CommonValue,
-    Leaf,
-    count_bytes,
-    list_candidates,
-    reject_unsavable,
-    stage_leaf,
-)
-from mcore.parallel.checkpoint.planning.writers import (
-    GlobalPlan,
-    choose_leaves,
-    describe_leaves,
-    digest_compared,
-    warn_of_differing,
-)
+from mcore.parallel.checkpoint.files import directory
+from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, locate_pieces
+from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
+from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning import staging, writers
+from mcore.parallel.checkpoint.sharded import ShardedTensor
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
 
@@ -59,20 +40,11 @@ logger = logging.getLogger(__name__)
 
 _REPLY = struct.Struct(">QII")  # token, then the largest numbers of writes and of compared shards
 _RESULT = struct.Struct(">?Q")  # whether the rank has written, and the length of its packed pieces
-Taken = tuple[list[tuple[int, Leaf]], bytes]  # numbered leaves to write, digests of compared shards
+Taken = tuple[
+    list[tuple[int, staging.Leaf]], bytes
+]  # numbered leaves to write, digests of compared shards
 
 
-@overload
-def save_sharded_state_dict(
-    sd: Mapping[str, Any],
-    path: PathLike,
-    *,
-    process_group: GroupLike | None = None,
-    async_: Literal[False] = False,
-    check_replicas: bool = False,
-    weights_only: bool = True,
-    progress_bar: bool = False,
-) -> None: ...
 @overload
 def save_sharded_state_dict(
     sd: Mapping[str, Any],
@@ -83,18 +55,8 @@ def save_sharded_state_dict(
     check_replicas: bool = False,
     weights_only: bool = True,
     progress_bar: bool = False,
-) -> SaveHandle: ...
+) -> figures.SaveHandle: ...
 @overload
-def save_sharded_state_dict(
-    sd: Mapping[str, Any],
-    path: PathLike,
-    *,
-    process_group: GroupLike | None = None,
-    async_: bool,
-    check_replicas: bool = False,
-    weights_only: bool = True,
-    progress_bar: bool = False,
-) -> SaveHandle | None: ...
 def save_sharded_state_dict(
     sd: Mapping[str, Any],
     path: PathLike,
@@ -104,7 +66,17 @@ def save_sharded_state_dict(
     check_replicas: bool = False,
     weights_only: bool = True,
     progress_bar: bool = False,
-) -> SaveHandle | None:
+) -> figures.SaveHandle | None: ...
+def save_sharded_state_dict(
+    sd: Mapping[str, Any],
+    path: PathLike,
+    *,
+    process_group: GroupLike | None = None,
+    async_: bool = False,
+    check_replicas: bool = False,
+    weights_only: bool = True,
+    progress_bar: bool = False,
+) -> figures.SaveHandle | None:
     """Write the state dicts of all ranks as one checkpoint, which becomes visible in one step.
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas of
@@ -160,104 +132,138 @@ def save_sharded_state_dict(
         >>> load_sharded_state_dict({"weight": target, "step": 0}, path)
         {'weight': tensor([0., 1., 2.]), 'step': 1}
     """
-    return save_tree(
-        lambda: (sd, {}),
-        path,
-        team_of(process_group),
-        async_=async_,
-        check_replicas=check_replicas,
-        weights_only=weights_only,
-        progress_bar=progress_bar,
-    )
+    options = SaveOptions(async_, check_replicas, weights_only, progress_bar)
+    return save_tree(lambda: (sd, {}), path, team_of(process_group), options)
+
+
+class SaveOptions(NamedTuple):
+    """The options of a save, see :func:`save_sharded_state_dict`."""
+
+    async_: bool
+    check_replicas: bool
+    weights_only: bool
+    progress_bar: bool
+
+
+Build = Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]
 
 
 def save_tree(
-    build: Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]],
-    path: PathLike,
-    team: Team,
-    *,
-    async_: bool,
-    check_replicas: bool,
-    weights_only: bool,
-    progress_bar: bool,
-) -> SaveHandle | None:
+    build: Build, path: PathLike, team: Team, options: SaveOptions
+) -> figures.SaveHandle | None:
     """Save the state dict that ``build`` makes. Its second result must be equal on all ranks."""
-    clock = Clock()
-    plan: GlobalPlan | None = None  # on the first rank
-
-    def describe() -> tuple[tuple[Place, list[Candidate], bytes], list[int]]:
-        tree, facts = build()
-        entries, final = flatten_state_dict(tree), place_of(path)
-        if is_incomplete_name(final.name):
-            raise CheckpointingException(
-                f"{final} has the name of an unfinished checkpoint. Choose another name"
-            )
-        if team.is_first:
-            reserve(final)
-        leaves = list_candidates(entries)
-        reject_unsavable(leaf for leaf in leaves if not isinstance(leaf, CommonValue))
-        description = describe_leaves(
-            entries,
-            team.size,
-            {"paths": str(final), **facts},
-            check_replicas=check_replicas,
-            weights_only=weights_only,
-        )
-        payload = pickle.dumps(description)
-        return (final, leaves, payload), [len(payload), len(leaves)]
-
-    def decide() -> list[bytes]:
-        nonlocal plan
-        plan = GlobalPlan([pickle.loads(one) for one in payloads])
-        if not async_:  # else in the thread: training need not wait for it
-            plan.require_whole()
-        warn_of_differing(plan.differing)
-        header = _REPLY.pack(secrets.randbits(62), *plan.count_writes())
-        return [header + flags for flags in plan.flags]
-
-    def take() -> Taken:
-        chosen = choose_leaves(leaves, flags, team)
-        reject_unsavable(leaf for _, leaf in chosen)
-        compared = digest_compared(leaves, flags)
-        if plan is not None:
-            chosen += enumerate(plan.merged, len(leaves))
-        if not async_:
-            return list(chosen), compared
-        staged = [(at, stage_leaf(leaf, weights_only=weights_only)) for at, leaf in chosen]
-        return staged, compared
-
+    clock = figures.Clock()
     with name_checkpoint("save", path):
-        (final, leaves, payload), [longest, most] = team.agree_max(describe, 2)
+        (final, leaves, payload), [longest, most] = team.agree_max(
+            lambda: _describe(build, path, team, options), 2
+        )
         payloads = team.gather(payload, longest)
         clock.end_phase("describe")
-        reply = team.scatter(decide, _REPLY.size + most)
+        plan, reply = team.scatter(lambda: _decide(payloads, options), _REPLY.size + most)
         token, most_writes, most_compared = _REPLY.unpack_from(reply)
-        flags = reply[_REPLY.size : _REPLY.size + len(leaves)]
+        take = partial(_take, leaves, reply[_REPLY.size :], plan, team, options)
         clock.end_phase("decide")
-        taken = team.agree(take) if async_ else None
-        if async_:
+        if options.async_:
+            taken = team.agree(take)
             clock.end_phase("copy")
-            leaves.clear()  # the thread must not keep the caller's tensors alive
-    save = save_at(final, token)
-    width = _RESULT.size + PIECE_BYTES * most_writes + DIGEST_BYTES * most_compared
+    width = _RESULT.size + PIECE_BYTES * most_writes + staging.DIGEST_BYTES * most_compared
+    save = (
+        directory.RemoteSave(final, token)
+        if isinstance(final, RemotePath)
+        else directory.LocalSave(final, token)
+    )
+    if options.async_:  # the thread must not keep the tensors of the caller alive
+        work = partial(_write_and_publish, save, plan, lambda: taken, options, width, clock)
+        return figures.start_async_save(final, team, work, clock)
+    _write_and_publish(save, plan, take, options, width, clock, team)
+    return None
 
-    def write() -> bytes:
-        from mcore.parallel.checkpoint.files.writer import RankFile
 
-        if plan is not None and async_:
-            plan.require_whole()
-        chosen, digests = taken or take()
-        save.begin()
-        is_shown, num_bytes = progress_bar and team.is_first, count_bytes(chosen)
-        with show_progress(is_shown, f"saving {final.name}", num_bytes) as report:
-            packed = RankFile(save, team.rank, report).write(chosen, weights_only=weights_only)
-        return _RESULT.pack(True, len(packed)) + packed + digests
+def _describe(
+    build: Build, path: PathLike, team: Team, options: SaveOptions
+) -> tuple[tuple[Place, list[staging.Candidate], bytes], list[int]]:
+    """Return the place, the leaves and their description, then its length and their number."""
+    tree, facts = build()
+    entries, final = flatten_state_dict(tree), place_of(path)
+    if directory.is_incomplete_name(final.name):
+        raise CheckpointingException(
+            f"{final} has the name of an unfinished checkpoint. Choose another name"
+        )
+    if team.is_first:
+        directory.reserve(final)
+    leaves = staging.list_candidates(entries)
+    staging.reject_unsavable([leaf for leaf in leaves if not isinstance(leaf, staging.CommonValue)])
+    description = writers.describe_leaves(
+        entries,
+        leaves,
+        team.size,
+        {"paths": str(final), **facts},
+        check_replicas=options.check_replicas,
+        weights_only=options.weights_only,
+    )
+    payload = pickle.dumps(description)
+    return (final, leaves, payload), [len(payload), len(leaves)]
 
-    @name_checkpoint("save", final)
-    def write_and_publish(team: Team) -> SaveStats:
-        result, failure = _try(write)
+
+def _decide(
+    payloads: Sequence[bytes], options: SaveOptions
+) -> tuple[writers.GlobalPlan, list[bytes]]:
+    """Return the plan on the first rank, and the part of each rank: numbers and flags."""
+    plan = writers.GlobalPlan([pickle.loads(one) for one in payloads])
+    if not options.async_:  # else in the thread: training need not wait for it
+        plan.require_whole()
+    header = _REPLY.pack(secrets.randbits(62), *plan.count_writes())
+    return plan, [header + flags for flags in plan.flags]
+
+
+def _take(
+    leaves: Sequence[staging.Candidate],
+    flags: bytes,
+    plan: writers.GlobalPlan | None,
+    team: Team,
+    options: SaveOptions,
+) -> Taken:
+    """Return the leaves that this rank writes, copied to the CPU for an asynchronous save."""
+    chosen: list[tuple[int, staging.Candidate]] = []
+    compared = []
+    for number, leaf in enumerate(leaves):
+        is_empty = isinstance(leaf, ShardedTensor) and not prod(leaf.local_shape)
+        if flags[number] & writers.PER_RANK and isinstance(leaf, staging.CommonValue):
+            of_rank = ShardedObject(leaf.key, leaf.value, (team.size,), (team.rank,))
+            chosen.append((number, of_rank))
+        elif flags[number] & writers.WRITTEN and not is_empty:
+            chosen.append((number, leaf))
+        if flags[number] & writers.COMPARED:
+            compared.append(staging.digest_of(staging.tensor_of(leaf)))
+    staging.reject_unsavable([leaf for _, leaf in chosen if isinstance(leaf, staging.CommonValue)])
+    if plan is not None:
+        chosen += enumerate(plan.merged, len(leaves))
+    if not options.async_:
+        return list(chosen), b"".join(compared)
+    staged = [
+        (at, staging.stage_leaf(leaf, weights_only=options.weights_only)) for at, leaf in chosen
+    ]
+    return staged, b"".join(compared)
+
+
+def _write_and_publish(
+    save: directory.LocalSave | directory.RemoteSave,
+    plan: writers.GlobalPlan | None,
+    take: Callable[[], Taken],
+    options: SaveOptions,
+    width: int,
+    clock: figures.Clock,
+    team: Team,
+) -> figures.SaveStats:
+    """Write the file of this rank. If all have written, the first rank publishes them."""
+    failure: Exception | None = None
+    with name_checkpoint("save", save.final):
         try:
-            results = team.gather(result, width)
+            message = _write(save, plan, take, options, team)
+        except Exception as error:
+            message, failure = _RESULT.pack(False, 0), error
+        try:
+            results = team.gather(message, width)
             clock.end_phase("write")
             written = team.agree_max(lambda: _publish(save, plan, results, failure), 2)[1]
             clock.end_phase("publish")
@@ -265,33 +271,42 @@ def save_tree(
             if team.is_first:
                 save.discard()
             raise
-        stats = clock.stop(*written)
-        if team.is_first:
-            logger.info("saved %s: %s", final, stats)
-        return stats
-
-    if async_:
-        return start_async_save(final, team, write_and_publish, clock)
-    write_and_publish(team)
-    return None
+    stats = clock.stop(*written)
+    if team.is_first:
+        logger.info("saved %s: %s", save.final, stats)
+    return stats
 
 
-def _try(step: Callable[[], bytes]) -> tuple[bytes, Exception | None]:
-    """Return the result of a step, or the result of a rank that failed and its error."""
-    try:
-        return step(), None
-    except Exception as error:
-        return _RESULT.pack(False, 0), error
+def _write(
+    save: directory.LocalSave | directory.RemoteSave,
+    plan: writers.GlobalPlan | None,
+    take: Callable[[], Taken],
+    options: SaveOptions,
+    team: Team,
+) -> bytes:
+    """Write the file of this rank, and return the places of its content."""
+    # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
+    from mcore.parallel.checkpoint.files.writer import write_rank_file
+
+    if plan is not None and options.async_:
+        plan.require_whole()
+    leaves, digests = take()
+    save.begin()
+    tensors = [staging.tensor_of(leaf) for _, leaf in leaves] if options.progress_bar else []
+    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    stream = sys.stderr if options.progress_bar and team.is_first else None
+    with figures.show_progress(f"saving {save.final.name}", num_bytes, stream) as report:
+        packed = write_rank_file(save, team.rank, leaves, report, weights_only=options.weights_only)
+    return _RESULT.pack(True, len(packed)) + packed + digests
 
 
 def _publish(
-    save: LocalSave | RemoteSave,
-    plan: GlobalPlan | None,
+    save: directory.LocalSave | directory.RemoteSave,
+    plan: writers.GlobalPlan | None,
     results: Sequence[bytes],
     failure: Exception | None,
 ) -> tuple[None, list[int]]:
     """Publish on the first rank if all have written. Returns the numbers of bytes and files."""
-    # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
     from mcore.parallel.checkpoint.files.writer import publish_checkpoint
 
     if failure is not None:
@@ -299,16 +314,15 @@ def _publish(
     headers = [_RESULT.unpack_from(result) for result in results]
     if plan is None or not all(has_written for has_written, _ in headers):
         return None, [0, 0]  # a rank that has failed raises its error on all
-    files: dict[str, list[tuple[str, Piece]]] = {}
-    digests = []
-    for rank, (result, (_, length)) in enumerate(zip(results, headers, strict=True)):
-        end = _RESULT.size + length
-        name = save.file_of(rank).name
-        if length:
-            located = locate_pieces(name, result[_RESULT.size : end])
-            files[name] = plan.name_pieces(rank, located)
-        digests.append(result[end:])
-    plan.compare_shards(digests)
-    keys = plan.list_keys(chain.from_iterable(files.values()))
+    ends = [_RESULT.size + length for _, length in headers]
+    plan.compare_shards([one[end:] for one, end in zip(results, ends, strict=True)])
+    names = [save.file_of(rank).name for rank in range(len(results))]
+    keys, pieces = plan.name_pieces(
+        [
+            locate_pieces(name, one[_RESULT.size : end])
+            for name, one, end in zip(names, results, ends, strict=True)
+        ]
+    )
+    files = {name: one for name, one in zip(names, pieces, strict=True) if one}
     num_bytes = publish_checkpoint(save, keys, files, plan.merge_paths())
     return None, [num_bytes, len(files) + 2]

@@ -239,9 +239,7 @@ class ShardedTensor(ShardedBase):
         return replace(self, data=None)
 
     def init_data(
-        self,
-        device: torch.device | str,
-        init_fn: Callable[..., torch.Tensor] = torch.empty,
+        self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
         """Allocate ``data`` if it is None.
 
@@ -362,6 +360,12 @@ class ShardedTensor(ShardedBase):
                     "uneven shards"
                 )
         return None
+
+
+def with_leading_axes(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """View a local tensor, detached, with ``count`` leading axes of size 1."""
+    local = to_local_if_dtensor(tensor).detach()
+    return local[(None,) * count + (...,)] if count else local
 
 
 def _check_offsets(

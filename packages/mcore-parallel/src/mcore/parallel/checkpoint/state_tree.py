@@ -1,22 +1,26 @@
-"""Nested state dicts as named leaves, and leaves as nested state dicts."""
+"""Nested state dicts as named leaves, also DTensors, and leaves as nested state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
-from mcore.parallel.checkpoint.ranks import shard_of_dtensor
-from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
+from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedBase, ShardedTensor
+from mcore.parallel.torch_compat import dtensor_chunk, split_factor
 from mcore.tensor.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Path = tuple[Any, ...]
 _BARE_MARKER = "is_bare_tensor"
+_FSDP2_MARKER = "is_torch_fsdp2_param"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 
@@ -107,6 +111,75 @@ def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
     return shard
 
 
+def shard_of_dtensor(
+    tensor: DTensor, key: str, replica_id: ReplicaId | None = None, **fields: Any
+) -> ShardedTensor:
+    """Describe a DTensor's local shard by its mesh and placements, marked as one of FSDP2."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise CheckpointingException(
+            f"key {key!r}: the DTensor has partial sums {placements}. Redistribute it to Shard or "
+            "Replicate placements first"
+        )
+    if mesh.get_coordinate() is None:
+        raise CheckpointingException(
+            f"key {key!r}: this rank is outside the DTensor's mesh and has no shard of it. Leave "
+            "the key out of this rank's state dict"
+        )
+    counts = [1] * tensor.ndim  # shards along each axis, by the later mesh dimensions
+    for mesh_dim in reversed(range(len(placements))):
+        axis, factor = (
+            getattr(placements[mesh_dim], "dim", None),
+            split_factor(placements[mesh_dim]),
+        )
+        if axis is None:
+            continue
+        # FSDP2 over tensor parallelism cuts in the opposite order of the mesh and marks its shards
+        # as strided. Such a shard is a box only if the later dimensions make up its split factor.
+        if factor is not None and factor != counts[axis]:
+            raise CheckpointingException(
+                f"key {key!r}: the local shard of placements {placements} is scattered over the "
+                "global tensor and not a single box. Redistribute it first"
+            )
+        counts[axis] *= mesh.size(mesh_dim)
+    # By the global shape, so that all ranks agree, also those with a whole shard.
+    is_uneven = any(size % count for size, count in zip(tensor.shape, counts, strict=True))
+    offset, shape = dtensor_chunk(tensor)
+    shard = ShardedTensor(
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=shape,
+        global_shape=tuple(tensor.shape),
+        global_offset=offset,
+        axis_fragmentations=None if is_uneven else tuple(counts),
+        replica_id=(0, 0, replica_index(tensor)) if replica_id is None else replica_id,
+        **fields,
+    )
+    setattr(shard, _FSDP2_MARKER, True)
+    return shard
+
+
+def replace_fields(shard: ShardedTensor, **fields: Any) -> ShardedTensor:
+    """Replace fields of a DTensor's shard. ``dataclasses.replace`` drops the marker."""
+    changed = replace(shard, **fields)
+    setattr(changed, _FSDP2_MARKER, True)
+    return changed
+
+
+def replica_index(tensor: DTensor) -> int:
+    """Return the number of this replica of a shard, row-major over the replicating mesh dimensions.
+
+    0 on ranks outside the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate() or [0] * len(tensor.placements)
+    number = 0
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            number = number * tensor.device_mesh.size(mesh_dim) + coordinate[mesh_dim]
+    return number
+
+
 def is_bare(shard: ShardedTensor) -> bool:
     """Return whether :func:`bare_shard` made a shard: its replicas are unknown."""
     return hasattr(shard, _BARE_MARKER)
@@ -131,15 +204,18 @@ def _is_entered(node: Any) -> bool:
             isinstance(item, _ATOMS) or (isinstance(item, Mapping | list) and _is_entered(item))
             for item in node
         )
-    return isinstance(node, tuple) and _has_sharded(node)
+    return isinstance(node, tuple) and contains(
+        node, lambda leaf: isinstance(leaf, ShardedBase | LocalNonpersistentObject)
+    )
 
 
-def _has_sharded(node: Any) -> bool:
-    if isinstance(node, tuple | list):
-        return any(map(_has_sharded, node))
+def contains(node: Any, is_meant: Callable[[Any], bool]) -> bool:
+    """Return whether a leaf in nested dicts and lists is meant."""
     if isinstance(node, Mapping):
-        return any(map(_has_sharded, node.values()))
-    return isinstance(node, ShardedBase | LocalNonpersistentObject)
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        return any(contains(one, is_meant) for one in node)
+    return is_meant(node)
 
 
 def _is_of_megatron(value: Any) -> bool:

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import gathered_reports, max_or_raise
-from mcore.parallel.checkpoint.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    describe_error,
-    merge_reports,
-)
+from mcore.parallel.checkpoint import errors
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import is_distributed
@@ -38,26 +33,36 @@ class Team:
         """Whether this is rank 0, which writes the files that exist once."""
         return self.rank == 0
 
-    def max(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maxima of all ranks' numbers (64-bit integers), element by element."""
-        if self.group is None:
-            return list(numbers)
-        with name_lost_ranks():
-            return max_or_raise(numbers, None, self.group)
-
     def agree(self, step: Callable[[], T]) -> T:
         """Run ``step``, which has no collectives, and return its result. One all-reduce.
 
         If it fails on any rank, all ranks raise the reports of all: a DamagedCheckpointError if
         each of them is one, else a CheckpointingException.
         """
-        return self._agree(lambda: (step(), ()), 0, self.max)[0]
+        return self.agree_max(lambda: (step(), ()), 0)[0]
 
-    def agree_any(
-        self, step: Callable[[], tuple[T, Sequence[int]]], count: int
+    def agree_max(
+        self, step: Callable[[], tuple[T, Sequence[int]]], count: int, *, are_flags: bool = False
     ) -> tuple[T, list[int]]:
-        """Like :meth:`agree`, for a step that also returns ``count`` flags. They are or-ed."""
-        return self._agree(step, count, self._combine_flags)
+        """Like :meth:`agree`, for a step that also returns ``count`` integers, for their maxima.
+
+        Flags, of which there may be many, are sent as bytes.
+        """
+        cause: Exception | None = None
+        failure = 0
+        numbers: Sequence[int] = [0] * count
+        try:
+            result, numbers = step()
+        except Exception as error:
+            cause = error
+            # The maximum decides: one failure of another kind makes it no mere damage.
+            failure = 1 if isinstance(error, errors.DamagedCheckpointError) else 2
+        combine = self._combine_flags if are_flags else self._combine_numbers
+        failure, *combined = combine([failure, *numbers])
+        if failure:
+            kind = errors.DamagedCheckpointError if failure == 1 else errors.CheckpointingException
+            raise self._merge_reports(cause, kind) from cause
+        return result, combined
 
     def share(self, step: Callable[[], Sequence[bytes]], count: int = 1) -> list[bytes]:
         """Like :meth:`agree`, but all get the ``count`` byte strings of the first rank's step."""
@@ -79,42 +84,15 @@ class Team:
         joined = io.BytesIO(payload if self.is_first else bytes_of(message))
         return [joined.read(length) for length in lengths]
 
-    def _agree(
-        self,
-        step: Callable[[], tuple[T, Sequence[int]]],
-        count: int,
-        combine: Callable[[Sequence[int]], list[int]],
-    ) -> tuple[T, list[int]]:
-        cause: Exception | None = None
-        failure = 0
-        numbers: Sequence[int] = [0] * count
-        try:
-            result, numbers = step()
-        except Exception as error:
-            cause = error
-            # The maximum decides: one failure of another kind makes it no mere damage.
-            failure = 1 if isinstance(error, DamagedCheckpointError) else 2
-        failure, *combined = combine([failure, *numbers])
-        if failure:
-            kind = DamagedCheckpointError if failure == 1 else CheckpointingException
-            raise self._merge_reports(cause, kind) from cause
-        return result, combined
-
     def _merge_reports(
-        self, cause: Exception | None, kind: type[CheckpointingException]
-    ) -> CheckpointingException:
+        self, cause: Exception | None, kind: type[errors.CheckpointingException]
+    ) -> errors.CheckpointingException:
         """Return an error with the reports of all failed ranks. One all-gather."""
-        report = None if cause is None else describe_error(cause)
+        report = None if cause is None else errors.describe_error(cause)
         if self.group is None:
             return kind(report)
         with name_lost_ranks():
-            return kind(merge_reports(gathered_reports(report, self.group)))
-
-    def agree_max(
-        self, step: Callable[[], tuple[T, Sequence[int]]], count: int
-    ) -> tuple[T, list[int]]:
-        """Like :meth:`agree`, for a step that also returns ``count`` integers, for their maxima."""
-        return self._agree(step, count, self.max)
+            return kind(errors.merge_reports(gathered_reports(report, self.group)))
 
     def gather(self, payload: bytes, width: int) -> list[bytes]:
         """Return the bytes of all ranks on the first rank, else none. One gather.
@@ -129,20 +107,26 @@ class Team:
             dist.gather(padded, received, group=self.group, group_dst=0)
         return [bytes_of(one) for one in received or []]
 
-    def scatter(self, step: Callable[[], Sequence[bytes]], width: int) -> bytes:
-        """Run ``step`` on the first rank, and return this rank's element of its result.
+    def scatter(
+        self, step: Callable[[], tuple[T, Sequence[bytes]]], width: int
+    ) -> tuple[T | None, bytes]:
+        """Run ``step`` on the first rank. All ranks return their element of its second result.
 
-        One scatter of at most ``width`` bytes a rank, which is equal on all ranks. If the step
-        fails, all ranks raise its report.
+        The first rank returns its first result too, the others None. One scatter of at most
+        ``width`` bytes a rank, which is equal on all ranks. If the step fails, all ranks raise its
+        report.
         """
+        result: T | None = None
         if self.group is None:
-            return step()[0]
+            result, [own] = step()
+            return result, own
         cause, sent = None, None
         # A first byte of 1 says that the step succeeded.
         message = torch.zeros(1 + width, dtype=torch.uint8, device=comm_device(self.group))
         if self.is_first:
             try:
-                padded = [b"\1" + one.ljust(width, b"\0") for one in step()]
+                result, payloads = step()
+                padded = [b"\1" + one.ljust(width, b"\0") for one in payloads]
                 sent = [_make_tensor(one).to(message.device) for one in padded]
             except Exception as error:
                 cause, sent = error, [message.clone() for _ in range(self.size)]
@@ -150,8 +134,15 @@ class Team:
             dist.scatter(message, sent, group=self.group, group_src=0)
         received = bytes_of(message)
         if not received[0]:
-            raise self._merge_reports(cause, CheckpointingException) from cause
-        return received[1:]
+            raise self._merge_reports(cause, errors.CheckpointingException) from cause
+        return result, received[1:]
+
+    def _combine_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """Return the maxima of all ranks' numbers (64-bit integers), element by element."""
+        if self.group is None:
+            return list(numbers)
+        with name_lost_ranks():
+            return max_or_raise(numbers, None, self.group)
 
     def _combine_flags(self, flags: Sequence[int]) -> list[int]:
         """Return the maxima of all ranks' flags. They are sent as bytes, in one message."""
@@ -175,8 +166,9 @@ def name_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CheckpointingException(
-            f"a participating rank cannot be reached and may have died ({describe_error(error)})"
+        raise errors.CheckpointingException(
+            "a participating rank cannot be reached and may have died "
+            f"({errors.describe_error(error)})"
         ) from error
 
 

@@ -53,50 +53,38 @@ PICKLE_START = b"\x80"
 _DCP = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"  # Megatron-LM keeps the plans of a save
 _RECORDS = {
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "Metadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "TensorProperties"),
+    *((_DCP, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata")),
+    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties")),
     (_DCP, "TensorStorageMetadata"),
-    (_PLANNER, "BytesIOWriteData"),
-    (_PLANNER, "SavePlan"),
-    (_PLANNER, "TensorWriteData"),
+    *((_PLANNER, name) for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData")),
     (_PLANNER, "WriteItem"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _CALLS = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (_DCP, "_MEM_FORMAT_ENCODING"),
     (_PLANNER, "WriteItemType"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "PureWindowsPath"),
-    ("pathlib._local", "Path"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("pathlib._local", "PurePosixPath"),
-    ("pathlib._local", "PureWindowsPath"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
 }
 # The instructions that are kept as they are: they move values, and GLOBAL calls find_class.
 _HARMLESS = (
-    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.POP, pickle.POP_MARK, pickle.NONE,
-    pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2,
-    pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE,
-    pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.LIST, pickle.GLOBAL,
-    pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.PROTO, pickle.STOP, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE,
+    pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG,
+    pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE,
+    pickle.EMPTY_TUPLE, pickle.LIST, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET,
+    pickle.LONG_BINGET, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
 )  # fmt: skip
-# Those that need up to a hundred bytes of memory for one byte of the pickle.
-_COSTLY = (
-    pickle.MARK, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST,
-    pickle.EMPTY_DICT, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
-)  # fmt: skip
-_BYTES_PER_COST = 4  # torch's indices have 6 to 8 bytes per container, and per memo
+# Those that need more memory than their bytes allow, with the bytes that each may need.
+_COSTS = {
+    pickle.MARK: 88, pickle.EMPTY_LIST: 88, pickle.EMPTY_DICT: 232, pickle.TUPLE: 64,
+    pickle.TUPLE1: 64, pickle.TUPLE2: 64, pickle.TUPLE3: 64,
+}  # fmt: skip
+_RECORD_COST = 64
+# Indices of torch need 8 to 11 of these bytes, and half an instruction, for each of their bytes.
+_MOST_COST, _MOST_STEPS, _FREE = 16, 0.6, 100_000
 _MOST_AXES = 64
 _MOST_TRANSFORMS = 16
 
@@ -109,28 +97,45 @@ class _Name(NamedTuple):
 
 
 class _Record:
-    """An instance of a class in a pickle: the name of the class and the state of the instance."""
+    """An instance of a class in a pickle: the name of the class and the state of the instance.
 
-    __slots__ = ("name", "state")
+    The keys of a state that is a dict are shared by all records that have them.
+    """
+
+    __slots__ = ("fields", "name", "state")
 
     def __init__(self, name: _Name) -> None:
-        self.name, self.state = name.name, cast("Any", {})
+        self.name, self.fields, self.state = name.name, cast("tuple[str, ...]", ()), cast("Any", ())
+
+    def get(self, field: str) -> Any:
+        return self[field] if field in self.fields else None
 
     def __getitem__(self, field: str) -> Any:
-        return self.state[field]
+        return self.state[self.fields.index(field)]
+
+
+class _Memo(list[Any]):
+    """The memo of a pickle: a list, which needs less memory than a dict."""
+
+    most = 0  # places
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        if len(self) <= place < self.most:
+            self.extend([None] * (place + 1 - len(self)))
+        super().__setitem__(place, value)
 
 
 _Interpreter: Any = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]
 
 
-def _bound(handle: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Refuse an instruction after more containers and memos than the bytes of an index have."""
+def _bound(handle: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
+    """Refuse an instruction after more memory than an index of this size needs."""
 
     def handle_bounded(unpickler: Any) -> None:
-        handle(unpickler)
-        unpickler.containers += 1
-        if max(unpickler.containers - len(unpickler.memo), len(unpickler.memo)) > unpickler.most:
+        unpickler.cost_left -= cost
+        if unpickler.cost_left < 0:
             raise pickle.UnpicklingError("it holds too many containers for its size")
+        handle(unpickler)
 
     return handle_bounded
 
@@ -139,8 +144,29 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
     """Python's interpreter of pickles with few instructions, none of which calls anything."""
 
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self.containers, self.most = 0, len(content) // _BYTES_PER_COST + 1000
+        stream = io.BytesIO(content)
+        super().__init__(stream)
+        self.read, self.readline, self.memo = stream.read, stream.readline, _Memo()
+        self.memo.most = len(content)
+        self.metastack: list[Any] = []
+        self.stack: list[Any] = []
+        self.proto = 0
+        self.append = self.stack.append
+        self.cost_left = _MOST_COST * len(content) + _FREE
+        self.steps = int(_MOST_STEPS * len(content)) + _FREE
+        self._fields: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def load(self) -> Any:
+        """Return the value. The loop of the base class has no bound, and reads through frames."""
+        try:
+            for _ in range(self.steps):
+                self.dispatch[self.read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined,unused-ignore]
+            return stop.value
+        raise pickle.UnpicklingError("it has too many instructions for its size")
+
+    def load_frame(self) -> None:
+        self.read(8)  # its length, which only matters to readers of streams
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
@@ -165,10 +191,14 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
             self.stack.append(arguments[0] if name.name == "Size" else arguments)
 
     def load_build(self) -> None:
-        state = self.stack.pop()
-        if type(self.stack[-1]) is not _Record:
+        state, record = self.stack.pop(), self.stack[-1]
+        if type(record) is not _Record:
             _refuse()
-        self.stack[-1].state = state
+        if type(state) is dict:
+            fields = tuple(state)
+            record.fields = self._fields.setdefault(fields, fields)
+            state = tuple(state.values())
+        record.state = state
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -198,8 +228,9 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
 
     dispatch = {  # noqa: RUF012 - as in the base class
         **{code[0]: _Interpreter.dispatch[code[0]] for code in _HARMLESS},
-        **{code[0]: _bound(_Interpreter.dispatch[code[0]]) for code in _COSTLY},
-        pickle.NEWOBJ[0]: _bound(load_newobj),
+        **{code[0]: _bound(_Interpreter.dispatch[code[0]], cost) for code, cost in _COSTS.items()},
+        pickle.FRAME[0]: load_frame,
+        pickle.NEWOBJ[0]: _bound(load_newobj, _RECORD_COST),
         pickle.REDUCE[0]: load_reduce,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
@@ -233,7 +264,7 @@ def _unpickle_metadata(content: bytes) -> _Record:
 def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
     """Return the path of each key in nested dicts and lists, as far as an index has it."""
     try:
-        paths = _unpickle_metadata(content).state.get("planner_data")
+        paths = _unpickle_metadata(content).get("planner_data")
     except Exception as error:  # a damaged or hostile pickle can raise anything
         if find_passing(error):
             raise
@@ -276,8 +307,8 @@ def parse_index(directory: Place, raw: bytes) -> Index:
     try:
         root = _unpickle_metadata(raw)
         keys = _list_keys(root)
-        meta = root.state.get("storage_meta")
-        is_ours = type(meta) is _Record and OUR_MARK in meta.state.get("modules", ())
+        meta = root.get("storage_meta")
+        is_ours = type(meta) is _Record and OUR_MARK in (meta.get("modules") or ())
     except Exception as error:  # a damaged or hostile pickle can raise anything
         raise CheckpointingException(
             f"{directory / METADATA_FILE} cannot be read ({describe_error(error)}). Take another "
@@ -355,7 +386,7 @@ def _list_keys(root: _Record) -> dict[str, StoredKey]:
         raise ValueError("the locations of the content are missing")
     places: dict[str, dict[Shape | None, _Record]] = {}
     for index, place in root["storage_data"].items():
-        offset = index.state.get("offset")
+        offset = index.get("offset")
         start = None if offset is None else _check_shape(offset)
         places.setdefault(_check_text(index["fqn"]), {})[start] = place
     return {
@@ -370,8 +401,8 @@ def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) ->
         return StoredKey(None, (), (_describe_piece(place, (), ()),))
     if described.name != "TensorStorageMetadata":
         raise ValueError(f"{described.name} is not a tensor")
-    properties = described["properties"].state
-    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    properties = described["properties"]
+    dtype = properties["dtype"] if properties.fields else properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor has no dtype")
     whole, pieces = _check_shape(described["size"]), []
@@ -390,7 +421,7 @@ def _describe_piece(place: _Record, start: Shape, shape: Shape) -> Piece:
     if not is_plain_name(name):
         raise ValueError(f"{name!r} is not the plain name of a file")
     at, length = _check_shape((at, length))
-    transforms = place.state.get("transform_descriptors") or ()
+    transforms = place.get("transform_descriptors") or ()
     if len(transforms) > _MOST_TRANSFORMS:
         raise ValueError("a shard has too many transforms")
     transforms = tuple(map(_check_text, transforms))

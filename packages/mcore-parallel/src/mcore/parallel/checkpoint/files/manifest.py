@@ -10,7 +10,7 @@ import re
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,6 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import DIGITS, checksum_of
 from mcore.parallel.checkpoint.sharded import Shape
-from mcore.parallel.tensor_memory import memory_of
 
 if TYPE_CHECKING:
     from mcore.parallel.checkpoint.files.places import Place
@@ -36,7 +35,7 @@ DTYPES = {
 """Every dtype by its name in files."""
 _PACKED_PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
 PIECE_BYTES = _PACKED_PIECE.size
-"""The length of a :func:`pack_piece`."""
+"""The length of a piece in :func:`pack_pieces`."""
 
 _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
@@ -59,18 +58,24 @@ class Piece(NamedTuple):
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
 
 
-def pack_piece(number: int, length: int, elements: int, checksum: str) -> bytes:
-    """Pack a piece and the number of what it holds, for :func:`locate_pieces`."""
-    return _PACKED_PIECE.pack(number, length, elements, bytes.fromhex(checksum))
+def pack_pieces(pieces: Iterable[tuple[int, int, int, str]]) -> bytes:
+    """Pack the pieces of a file for :func:`locate_pieces`, in their order.
+
+    Each is the number of its content, its length, its elements or -1, and its checksum.
+    """
+    return b"".join(
+        [_PACKED_PIECE.pack(*numbers, bytes.fromhex(checksum)) for *numbers, checksum in pieces]
+    )
 
 
-def locate_pieces(name: str, packed: bytes) -> Iterator[tuple[int, Piece]]:
-    """Yield the packed pieces of a file in their order, each after its number."""
-    end = 0
+def locate_pieces(name: str, packed: bytes) -> list[tuple[int, Piece]]:
+    """Return the packed pieces of a file in their order, each after its number."""
+    end, located = 0, []
     for number, length, elements, checksum in _PACKED_PIECE.iter_unpack(packed):
         at, before = aligned(end), None if elements < 0 else elements
-        yield number, Piece(name, at, length, length, checksum.hex(), before, (), ())
+        located.append((number, Piece(name, at, length, length, checksum.hex(), before, (), ())))
         end = at + length
+    return located
 
 
 class StoredKey(NamedTuple):
@@ -259,19 +264,26 @@ class KeyTable(Mapping[str, StoredKey]):
         columns = {len(c) for c in (self._key_of, self._at, self._lengths, self._elements)}
         if len(counts) != 1 or len(columns) != 1:
             raise ValueError("the columns have different lengths")
-        axes, keys = _view_numbers(self._axes), _view_numbers(self._key_of)
         # Checked once here, so that lookups can index without further checks.
-        lowest = (axes, keys, _view_numbers(self._shapes), _view_numbers(self._lengths))
-        if any(bool((column < 0).any()) for column in lowest) or bool((keys >= len(self)).any()):
+        columns_of_sizes = (self._axes, self._shapes, self._lengths, self._key_of)
+        lowest = [min(column, default=0) for column in columns_of_sizes]
+        if min(lowest) < 0 or max(self._key_of, default=-1) >= len(self):
             raise ValueError("a number is outside its range")
-        if int(axes.sum()) != len(self._shapes):
+        if sum(self._axes) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
-        self._shape_at = _view_ints(_sum_starts(axes))
-        self._box_at = _view_ints(_sum_starts(2 * axes.index_select(0, keys)))
+        self._shape_at = array("q", accumulate(self._axes, initial=0))
+        numbers = (2 * self._axes[key] for key in self._key_of)
+        self._box_at = array("q", accumulate(numbers, initial=0))
         if self._box_at[-1] != len(self._boxes):
             raise ValueError("the boxes do not have as many numbers as axes")
-        self._order = _view_ints(torch.argsort(keys, stable=True).int())
-        self._first = _view_ints(_sum_starts(torch.bincount(keys, minlength=len(self))).int())
+        counts_of = array("i", [0]) * (len(self) + 1)
+        for key in self._key_of:
+            counts_of[key + 1] += 1
+        self._first = array("i", accumulate(counts_of))
+        self._order, places = array("i", [0]) * len(self._key_of), self._first[:]
+        for number, key in enumerate(self._key_of):  # no sort, which needs an object a number
+            self._order[places[key]] = number
+            places[key] += 1
         if self._ends != self._sizes:
             raise ValueError("the pieces of a file do not end at its size")
 
@@ -331,27 +343,6 @@ def _extend(column: array[int], values: list[int]) -> array[int]:
         column = array("q", column)
         column.extend(array("q", values))
     return column
-
-
-def _view_numbers(column: array[int]) -> torch.Tensor:
-    dtype = torch.int64 if column.typecode == "q" else torch.int32
-    return (
-        torch.frombuffer(column, dtype=dtype)
-        if column
-        else torch.zeros(0, dtype=dtype, device="cpu")
-    )
-
-
-def _view_ints(numbers: torch.Tensor) -> memoryview[int]:
-    # Indexing a memoryview of ints is a hundred times faster than indexing a tensor.
-    return memory_of(numbers).cast("q" if numbers.dtype == torch.int64 else "i")
-
-
-def _sum_starts(counts: torch.Tensor) -> torch.Tensor:
-    """Return the start of each of several runs, then the end of the last run."""
-    starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(counts, 0, dtype=torch.int64, out=starts[1:])
-    return starts
 
 
 def _is_consistent(stored: StoredKey) -> bool:

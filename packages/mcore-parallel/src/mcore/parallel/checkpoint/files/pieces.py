@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import torch
 import xxhash
@@ -29,6 +29,7 @@ _SCRATCH_BYTES = 1 << 20  # small enough to stay in the cache until its checksum
 _SMALL_BYTES = 1 << 20  # below, most of the time is spent in torch.save, not in the write
 _SMALL_PICKLE_BYTES = 1 << 12
 _STEP_BYTES = 1 << 19  # read and checked at a time: small enough to stay in the cache of a core
+_OTHER_LAYOUT = "this version of torch.save has another layout of archives"
 # Of the zip format: the lengths of name and extra field in a file's header, and the offsets of
 # CRC-32 and name in an entry of the central directory.
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -78,18 +79,44 @@ class FileSlice(Seekable):
         return content
 
 
-def write_tensor(stream: Any, tensor: torch.Tensor) -> int:
+class ChecksummedStream:
+    """A file that is written from its start on, with a running checksum."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._running, self.end = stream, RunningChecksum(), 0
+        self.largest = (0, 0)  # length and position of the largest write
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Write bytes and add them to the checksum."""
+        self._running.update(content)
+        self.largest = max(self.largest, (len(content), self.end))
+        self.end += len(content)
+        return self._stream.write(content)
+
+    def flush(self) -> None:
+        """Do nothing. torch.save expects the method."""
+
+    def take_checksum(self) -> str:
+        """Return the checksum of the bytes since the last call."""
+        running, self._running = self._running, RunningChecksum()
+        return running.hexdigest()
+
+
+def write_tensor(stream: ChecksummedStream, tensor: torch.Tensor) -> int:
     """Write a contiguous CPU tensor, alone in its storage, as ``torch.save`` does.
 
-    Returns the number of bytes before the elements. ``stream`` has ``write``, ``tell``, ``flush``.
+    Returns the number of bytes before the elements.
     """
     if tensor.nbytes <= _SMALL_BYTES:
         template = _make_template(tensor.dtype, tuple(tensor.shape))
         stream.write(template.fill(memory_of(tensor)))
         return len(template.head)
-    finder = _ElementsFinder(stream, tensor.nbytes)
-    torch.save(tensor, cast("BinaryIO", finder))
-    return finder.position()
+    start, stream.largest = stream.end, (0, 0)
+    torch.save(tensor, cast("BinaryIO", stream))
+    length, at = stream.largest
+    if length != tensor.nbytes:
+        raise RuntimeError(_OTHER_LAYOUT)
+    return at - start
 
 
 @lru_cache
@@ -102,31 +129,6 @@ def is_storable(dtype: torch.dtype) -> bool:
     except Exception:  # of many types, such as KeyError
         return False
     return found.dtype == dtype
-
-
-class _ElementsFinder:
-    """A stream that records the position of the only write of ``num_bytes`` bytes."""
-
-    def __init__(self, stream: Any, num_bytes: int) -> None:
-        self._write, self.flush = stream.write, stream.flush
-        self._num_bytes, self._position = num_bytes, 0
-        self._found: list[int] = []
-
-    def write(self, content: memoryview) -> int:
-        """Write bytes to the stream."""
-        if len(content) == self._num_bytes:
-            self._found.append(self._position)
-        self._position += len(content)
-        self._write(content)
-        return len(content)
-
-    def position(self) -> int:
-        """Return the number of bytes before that write."""
-        if len(self._found) != 1:
-            raise RuntimeError(
-                "this version of torch.save does not write the elements of a tensor in one piece"
-            )
-        return self._found[0]
 
 
 class _Template(NamedTuple):
@@ -157,9 +159,7 @@ def _make_template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     content = stream.getvalue()
     at = elements_at(stream, 0, len(content), sample.nbytes)
     if at is None:
-        raise RuntimeError(
-            "this version of torch.save does not write the elements of a tensor in one piece"
-        )
+        raise RuntimeError(_OTHER_LAYOUT)
     tail, crc = content[at + sample.nbytes :], struct.pack("<I", zlib.crc32(memory_of(sample)))
     with zipfile.ZipFile(stream) as archive:
         [record] = _list_data_records(archive)
@@ -167,7 +167,7 @@ def _make_template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     # After the elements, and in the central directory of the zip format.
     places = (4, tail.index(name) - _NAME_IN_DIRECTORY + _CRC_IN_DIRECTORY)
     if any(tail[place : place + 4] != crc for place in places):
-        raise RuntimeError("this version of torch.save has another layout of archives")
+        raise RuntimeError(_OTHER_LAYOUT)
     return _Template(content[:at], tail, places)
 
 
@@ -203,12 +203,6 @@ def read_small_pickle(stream: Readable, offset: int, length: int) -> bytes:
         return archive.read(record)
 
 
-def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:
-    """Fill memory with the bytes of a file from an offset on. A short file is an EOFError."""
-    stream.seek(offset)
-    read_next(stream, memory)
-
-
 def read_next(stream: Unbuffered, memory: memoryview) -> None:
     """Fill memory with the next bytes of a file. A short file is an EOFError."""
     left = memory
@@ -227,10 +221,6 @@ class Scratch:
         self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self.memory = memory_of(self.tensor)
 
-    def fill(self, stream: Unbuffered, offset: int, length: int) -> None:
-        """Read bytes of a file to the start of the memory. A short file is an EOFError."""
-        read_exactly(stream, offset, self.memory[:length])
-
 
 def checksum_of(content: bytes | bytearray | memoryview) -> str:
     """Return the checksum of some bytes, XXH3 of 64 bits, as 16 hexadecimal digits.
@@ -243,12 +233,9 @@ def checksum_of(content: bytes | bytearray | memoryview) -> str:
 
 def checksum_in(stream: Unbuffered, offset: int, length: int, scratch: Scratch) -> str:
     """Return the checksum of some bytes of an unbuffered file."""
-    running, size = RunningChecksum(), len(scratch.memory)
-    for start in range(0, length, size):
-        count = min(size, length - start)
-        scratch.fill(stream, offset + start, count)
-        running.update(scratch.memory[:count])
-    return running.hexdigest()
+    checked = CheckedStream(stream, offset, scratch)
+    checked.skip(length)
+    return checked.running.hexdigest()
 
 
 class Part(NamedTuple):
@@ -258,14 +245,28 @@ class Part(NamedTuple):
     target: torch.Tensor
 
 
-class CheckedStream:
-    """A file that is read in order, with a running checksum."""
+class SkippingStream:
+    """A file that is read in order, except for the bytes that are skipped."""
 
     def __init__(self, stream: Unbuffered, at: int, scratch: Scratch) -> None:
-        self.running = RunningChecksum()
-        self.scratch = scratch
-        self._stream = stream
+        self.scratch, self._stream = scratch, stream
         stream.seek(at)
+
+    def read(self, memory: memoryview) -> None:
+        """Fill memory. A short file is an EOFError."""
+        read_next(self._stream, memory)
+
+    def skip(self, length: int) -> None:
+        """Continue after some bytes."""
+        self._stream.seek(length, os.SEEK_CUR)
+
+
+class CheckedStream(SkippingStream):
+    """A file that is read in order, also what is skipped, with a running checksum."""
+
+    def __init__(self, stream: Unbuffered, at: int, scratch: Scratch) -> None:
+        super().__init__(stream, at, scratch)
+        self.running = RunningChecksum()
 
     def read(self, memory: memoryview) -> None:
         """Fill memory in steps. Each is added to the checksum while it is in the cache."""
@@ -282,40 +283,40 @@ class CheckedStream:
 
 
 def read_shard(
-    stream: CheckedStream, shape: Shape, parts: Sequence[Part], dtype: torch.dtype
+    stream: SkippingStream, shape: Shape, parts: Sequence[Part], dtype: torch.dtype
 ) -> None:
-    """Read the shard at the stream's position, row-major, and fill the targets of all parts."""
+    """Read the shard at the stream's position, row-major, and fill the targets of all parts.
+
+    A target may have any device, any strides, and any floating-point dtype or the stored ``dtype``.
+    """
     if not shape:
         shape = (1,)
         parts = [Part((0,), part.target.unsqueeze(0)) for part in parts]
     row_bytes = prod(shape[1:]) * dtype.itemsize
+    begin = min((part.start[0] for part in parts), default=shape[0])
+    end = max((part.start[0] + part.target.shape[0] for part in parts), default=shape[0])
+    stream.skip(begin * row_bytes)
     if len(parts) == 1 and _has_file_layout(shape, parts[0].target, dtype):
-        start, target = parts[0].start[0], parts[0].target
-        stream.skip(start * row_bytes)
-        stream.read(memory_of(target))
-        stream.skip((shape[0] - start - target.shape[0]) * row_bytes)
-        _note_change(target)
-        return
-    if not parts:
-        stream.skip(shape[0] * row_bytes)
-        return
-    if len(shape) > 1 and row_bytes > len(stream.scratch.memory):
-        for row in range(shape[0]):
+        stream.read(memory_of(parts[0].target))
+        _note_change(parts[0].target)
+    elif len(shape) > 1 and row_bytes > len(stream.scratch.memory):
+        for row in range(begin, end):
             inside = [
                 Part(part.start[1:], part.target[row - part.start[0]])
                 for part in parts
                 if part.start[0] <= row < part.start[0] + part.target.shape[0]
             ]
             read_shard(stream, shape[1:], inside, dtype)
-        return
-    step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        memory = stream.scratch.memory[: count * row_bytes]
-        stream.read(memory)
-        rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
-        for part in parts:
-            _copy_rows(rows, first, part)
+    else:
+        step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
+        for first in range(begin, end, step):
+            count = min(step, end - first)
+            memory = stream.scratch.memory[: count * row_bytes]
+            stream.read(memory)
+            rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
+            for part in parts:
+                _copy_rows(rows, first, part)
+    stream.skip((shape[0] - end) * row_bytes)
 
 
 def _copy_rows(rows: torch.Tensor, first: int, part: Part) -> None:
@@ -328,41 +329,6 @@ def _copy_rows(rows: torch.Tensor, first: int, part: Part) -> None:
     for dim in range(1, rows.ndim):
         source = source.narrow(dim, part.start[dim], part.target.shape[dim])
     part.target[begin - part.start[0] : end - part.start[0]].copy_(source)
-
-
-def read_slice(
-    stream: Unbuffered,
-    elements_at: int,
-    shape: Sequence[int],
-    start: Sequence[int],
-    target: torch.Tensor,
-    dtype: torch.dtype,
-    scratch: Scratch,
-) -> None:
-    """Fill a tensor with the slice at ``start`` of a tensor of ``shape``, stored row-major.
-
-    The target may have any device, any strides, and any floating-point dtype or the stored
-    ``dtype``.
-    """
-    if not shape:
-        shape, start, target = (1,), (0,), target.unsqueeze(0)
-    row_bytes = prod(shape[1:]) * dtype.itemsize
-    if _has_file_layout(shape, target, dtype):
-        read_exactly(stream, elements_at + start[0] * row_bytes, memory_of(target))
-        _note_change(target)
-        return
-    if len(shape) > 1 and row_bytes > scratch.tensor.numel():
-        for row in range(target.shape[0]):
-            at = elements_at + (start[0] + row) * row_bytes
-            read_slice(stream, at, shape[1:], start[1:], target[row], dtype, scratch)
-        return
-    step = scratch.tensor.numel() // row_bytes
-    for first in range(0, target.shape[0], step):
-        count = min(step, target.shape[0] - first)
-        num_bytes = count * row_bytes
-        scratch.fill(stream, elements_at + (start[0] + first) * row_bytes, num_bytes)
-        rows = scratch.tensor[:num_bytes].view(dtype).view(count, *shape[1:])
-        _copy_rows(rows, 0, Part((0, *start[1:]), target.narrow(0, first, count)))
 
 
 def _note_change(target: torch.Tensor) -> None:

@@ -16,13 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Union
 
-from mcore.parallel.checkpoint.errors import (
-    CheckpointingException,
-    UnreachableError,
-    describe_error,
-    find_passing,
-    is_lasting,
-)
+from mcore.parallel.checkpoint import errors
 from mcore.parallel.checkpoint.files.pieces import Seekable
 
 PathLike = str | bytes | os.PathLike[str]
@@ -55,7 +49,7 @@ def place_of(path: PathLike) -> Place:
     if not _URL.match(text):
         return local_path(text)
     if not _WHOLE_URL.match(text):
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"{text!r} is a URL that lacks a slash, which pathlib.Path removes. Give a str such as "
             f"{text.replace(':/', '://', 1)!r}"
         )
@@ -66,16 +60,28 @@ def local_path(path: PathLike) -> Path:
     """Return an absolute path with its ``~`` expanded, or raise for a URL."""
     text = os.fsdecode(path)
     if _URL.match(text):
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"{text!r} is a URL, but a path of a mounted file system is expected"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"{text!r} names the home of an unknown user. Write './{text}' for a directory of "
             "that name"
         )
     return Path(os.path.abspath(expanded))
+
+
+def list_folders(root: PathLike) -> list[Place]:
+    """List the folders in a folder, by name, without links to folders. It may be missing."""
+    folder = place_of(root)
+    if isinstance(folder, RemotePath):
+        return [*folder.folders()]
+    if not folder.is_dir():
+        return []
+    given = Path(os.path.expanduser(_FILE_URL.sub("", os.fsdecode(root))))
+    entries = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    return [given / entry.name for entry in sorted(entries, key=lambda one: one.name)]
 
 
 def open_regular(path: Place) -> io.RawIOBase:
@@ -91,10 +97,12 @@ def open_regular(path: Place) -> io.RawIOBase:
     except OSError as error:
         cause = without_damage(path, error)
         text = f"{path} cannot be read ({error.strerror or error}{_note_link(path)})"
-        raise CheckpointingException(text + hint_at_another(cause)) from cause
+        raise errors.CheckpointingException(text + hint_at_another(cause)) from cause
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
-        raise CheckpointingException(f"{path} is not a regular file. Take another checkpoint")
+        raise errors.CheckpointingException(
+            f"{path} is not a regular file. Take another checkpoint"
+        )
     if hasattr(os, "posix_fadvise"):  # doubles the read-ahead of the kernel
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return stream
@@ -106,7 +114,7 @@ def read_regular(path: Place, beginning: bytes) -> bytes:
         try:
             content = stream.read(len(beginning)) or b""
             if content != beginning:
-                raise CheckpointingException(
+                raise errors.CheckpointingException(
                     f"{path} has changed since it was saved, or another program wrote it: it "
                     f"begins with {content!r}, not {beginning!r}. Take another checkpoint"
                 )
@@ -114,8 +122,8 @@ def read_regular(path: Place, beginning: bytes) -> bytes:
             return stream.readall() or b""
         except (OSError, EOFError, MemoryError) as error:
             cause = without_damage(path, error)
-            raise CheckpointingException(
-                f"{path} cannot be read ({describe_error(error)}){hint_at_another(cause)}"
+            raise errors.CheckpointingException(
+                f"{path} cannot be read ({errors.describe_error(error)}){hint_at_another(cause)}"
             ) from cause
 
 
@@ -137,10 +145,10 @@ def size_problem(path: Place, expected: int, *, at_least: bool = False) -> str |
     try:
         found = _read_size(path)
     except OSError as error:
-        if not is_lasting(error) and without_damage(path, error) is not None:
+        if not errors.is_lasting(error) and without_damage(path, error) is not None:
             raise
         return f"{path} cannot be read ({error.strerror}{_note_link(path)})"
-    except CheckpointingException as error:
+    except errors.CheckpointingException as error:
         return str(error)
     if found == expected or (at_least and found > expected):
         return None
@@ -165,7 +173,7 @@ def without_damage(path: Place, error: BaseException) -> BaseException | None:
 
 def hint_at_another(cause: BaseException | None) -> str:
     """Return the advice at the end of a text, unless the cause of a failed read may pass."""
-    passes = cause is not None and find_passing(cause) is not None
+    passes = cause is not None and errors.find_passing(cause) is not None
     return "" if passes else ". Take another checkpoint"
 
 
@@ -175,7 +183,7 @@ def _read_size(path: Place) -> int:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise CheckpointingException(f"{path} is {kind} and not a regular file")
+        raise errors.CheckpointingException(f"{path} is {kind} and not a regular file")
     return status.st_size
 
 
@@ -332,7 +340,7 @@ class RemotePath(os.PathLike[str]):
         """Turn errors of filesystems and their clients into OSErrors that name the URL."""
         try:
             yield
-        except (CheckpointingException, UnreachableError):
+        except (errors.CheckpointingException, errors.UnreachableError):
             raise
         except FileNotFoundError as error:
             text = os.strerror(errno.ENOENT)
@@ -340,7 +348,9 @@ class RemotePath(os.PathLike[str]):
         except NotADirectoryError:
             raise
         except Exception as error:
-            raise UnreachableError(errno.EIO, describe_error(error), self._url) from error
+            raise errors.UnreachableError(
+                errno.EIO, errors.describe_error(error), self._url
+            ) from error
 
 
 class _Upload:
@@ -391,15 +401,15 @@ def remote_path(url: str) -> RemotePath:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"{url!r} is a URL and needs an extra: pip install 'mcore-parallel[remote]' and the "
             "package for its kind of storage, such as s3fs"
         ) from error
     try:
         filesystem, key = url_to_fs(url, use_listings_cache=False)
     except Exception as error:
-        raise CheckpointingException(
-            f"{url!r} cannot be reached ({describe_error(error)}). Install mcore-parallel[remote] "
-            "and the package for its kind of storage, such as s3fs for s3://"
+        raise errors.CheckpointingException(
+            f"{url!r} cannot be reached ({errors.describe_error(error)}). Install "
+            "mcore-parallel[remote] and the package for its kind of storage, such as s3fs for s3://"
         ) from error
     return RemotePath(filesystem, url, str(key))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -14,14 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import (
@@ -29,53 +21,16 @@ from mcore.parallel.checkpoint.errors import (
     IntactContentError,
     describe_error,
 )
+from mcore.parallel.checkpoint.files import pieces, places
 from mcore.parallel.checkpoint.files.index import format_keys, piece_problem
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
-from mcore.parallel.checkpoint.files.pieces import (
-    CheckedStream,
-    FileSlice,
-    Part,
-    Scratch,
-    read_shard,
-    read_slice,
-)
-from mcore.parallel.checkpoint.files.places import (
-    Place,
-    hint_at_another,
-    open_regular,
-    size_problem,
-    without_damage,
-)
+from mcore.parallel.checkpoint.files.writer import index_of, metadata_of
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.torch_compat import file_part
 
 Verify = Literal["while_reading", "before", False]
 
 _DEVICE_SCRATCH_BYTES = 1 << 25  # few large copies to an accelerator are fastest
-
-
-def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
-    """Describe some keys as torch.distributed.checkpoint does, without their locations."""
-    described: dict[str, Any] = {}
-    # Shared by the keys, which keeps the pickled index small.
-    size_of, properties_of = cache(torch.Size), cache(lambda dtype: TensorProperties(dtype=dtype))
-    for name, stored in keys.items():
-        if stored.dtype is None:
-            described[name] = BytesStorageMetadata()
-            continue
-        chunks = [
-            ChunkStorageMetadata(size_of(piece.start), size_of(piece.shape))
-            for piece in stored.pieces
-        ]
-        described[name] = TensorStorageMetadata(
-            properties_of(stored.dtype), size_of(stored.shape), chunks
-        )
-    return Metadata(described)
-
-
-def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
-    """Return the index of a piece in a plan."""
-    return MetadataIndex(name, None if stored.dtype is None else piece.start)
 
 
 def _is_narrower(target: torch.dtype, stored: torch.dtype) -> bool:
@@ -101,23 +56,18 @@ class CheckedReader:
     """Reads the pieces that a rank needs of a checkpoint. A changed piece is an error."""
 
     def __init__(
-        self, directory: Place, index: Index, keys: dict[str, StoredKey], verify: Verify
+        self, directory: places.Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
-        self._metadata = metadata_of(keys)
+        self.metadata = metadata_of(keys)
         self._pieces = {
             index_of(name, stored, piece): (piece, stored.dtype)
             for name, stored in keys.items()
             for piece in stored.pieces
         }
-        self._scratch = Scratch()
+        self._scratch = pieces.Scratch()
         self.num_bytes, self.num_files = 0, 0  # of the checked plan
-        self._device_scratch: Scratch | None = None
-
-    @property
-    def metadata(self) -> Metadata:
-        """Return the description of the keys for a planner."""
-        return self._metadata
+        self._device_scratch: pieces.Scratch | None = None
 
     def check_plan(self, plan: LoadPlan) -> None:
         """Check the sizes of a plan's files and, with ``verify="before"``, their content."""
@@ -125,12 +75,12 @@ class CheckedReader:
             self.num_bytes += sum(one.piece.length for one in wanted)
             self.num_files += 1
             end = max(one.piece.at + one.piece.length for one in wanted)
-            problem = size_problem(self._directory / name, end, at_least=True)
+            problem = places.size_problem(self._directory / name, end, at_least=True)
             if problem is not None:
                 keys = format_keys(one.key for one in wanted)
                 raise CheckpointingException(f"{problem}; {keys}. Take another checkpoint")
             if self._verify == "before":
-                with open_regular(self._directory / name) as stream:
+                with places.open_regular(self._directory / name) as stream:
                     for one in wanted:
                         self._check(stream, one)
 
@@ -138,14 +88,15 @@ class CheckedReader:
         """Read the objects of a plan. Nothing is changed in place."""
         items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         for name, wanted in self._group_by_file(items):
-            with open_regular(self._directory / name) as stream:
+            with places.open_regular(self._directory / name) as stream:
                 for one in wanted:
-                    self._check_now(stream, one)
+                    if self._verify == "while_reading":
+                        self._check(stream, one)
                     if one.piece.transforms:
                         self._read_as_torch(one, planner)
                         continue
                     with self._name_problems(one):
-                        content = FileSlice(stream, one.piece.at, one.piece.length).read()
+                        content = pieces.FileSlice(stream, one.piece.at, one.piece.length).read()
                     try:
                         for item in one.items:
                             planner.load_bytes(item, io.BytesIO(content))
@@ -158,7 +109,7 @@ class CheckedReader:
         """Read the tensors of a plan into their targets. ``report`` gets the bytes of each."""
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for name, wanted in self._group_by_file(items):
-            with open_regular(self._directory / name) as stream:
+            with places.open_regular(self._directory / name) as stream:
                 for one in wanted:
                     self._read_tensor(stream, one, planner)
                     report(one.piece.length)
@@ -171,12 +122,8 @@ class CheckedReader:
         wanted = [_Wanted(*self._pieces[index], inside) for index, inside in users.items()]
         # Each file is read once, forwards, which is fastest on disks and at URLs.
         wanted.sort(key=lambda one: (one.piece.file, one.piece.at))
-        for name, pieces in groupby(wanted, lambda one: one.piece.file):
-            yield name, list(pieces)
-
-    def _check_now(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
-        if self._verify == "while_reading":
-            self._check(stream, wanted)
+        for name, inside in groupby(wanted, lambda one: one.piece.file):
+            yield name, list(inside)
 
     def _check(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         with self._name_problems(wanted):
@@ -202,17 +149,17 @@ class CheckedReader:
             raise
         except errors as error:
             path = self._directory / wanted.piece.file
-            cause = without_damage(path, error)
+            cause = places.without_damage(path, error)
             raise CheckpointingException(
                 f"{path}: key {wanted.key!r} cannot be read ({describe_error(error)})"
-                f"{hint_at_another(cause)}"
+                f"{places.hint_at_another(cause)}"
             ) from cause
 
     def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         piece, dtype = wanted.piece, wanted.dtype
         is_checked_while_copied = self._verify == "while_reading" and self._index.has_checksums
-        if not is_checked_while_copied:
-            self._check_now(stream, wanted)
+        if self._verify == "while_reading" and not is_checked_while_copied:
+            self._check(stream, wanted)
         if piece.elements is None or dtype is None:
             if isinstance(self._directory, Path) or piece.transforms:
                 self._read_as_torch(wanted, planner)
@@ -220,30 +167,35 @@ class CheckedReader:
                 self._read_archive(stream, wanted, planner)
             return
         parts = [
-            Part(tuple(item.storage_offsets), planner.resolve_tensor(item)) for item in wanted.items
+            pieces.Part(tuple(item.storage_offsets), planner.resolve_tensor(item))
+            for item in wanted.items
         ]
         scratch = self._scratch
         if not all(part.target.is_cpu for part in parts):
-            scratch = self._device_scratch = self._device_scratch or Scratch(_DEVICE_SCRATCH_BYTES)
+            scratch = self._device_scratch = self._device_scratch or pieces.Scratch(
+                _DEVICE_SCRATCH_BYTES
+            )
         first = piece.at + piece.elements
         narrow = [part for part in parts if _is_narrower(part.target.dtype, dtype)]
         with self._name_problems(wanted):
             if is_checked_while_copied:
                 num_bytes = prod(piece.shape) * dtype.itemsize
-                checked = CheckedStream(stream, piece.at, scratch)
+                checked = pieces.CheckedStream(stream, piece.at, scratch)
                 checked.skip(piece.elements)
-                read_shard(checked, piece.shape, parts, dtype)
+                pieces.read_shard(checked, piece.shape, parts, dtype)
                 checked.skip(piece.span - piece.elements - num_bytes)
                 if checked.running.hexdigest() != piece.checksum:
                     raise self._report_change(wanted, "its checksum differs")
             else:
                 for part in parts:
-                    read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
+                    source = pieces.SkippingStream(stream, first, scratch)
+                    pieces.read_shard(source, piece.shape, [part], dtype)
             for part in narrow:
                 if not part.target.isinf().any():
                     continue
                 exact = torch.empty(part.target.shape, dtype=dtype, device="cpu")
-                read_slice(stream, first, piece.shape, part.start, exact, dtype, self._scratch)
+                source = pieces.SkippingStream(stream, first, self._scratch)
+                pieces.read_shard(source, piece.shape, [pieces.Part(part.start, exact)], dtype)
                 if (exact.isfinite() & part.target.cpu().isinf()).any():
                     warnings.warn(
                         f"key {wanted.key!r}: finite values became infinite, since their {dtype} "
@@ -254,7 +206,7 @@ class CheckedReader:
     def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         """Read an archive that torch's writer made, which may contain more than the elements."""
         with self._name_problems(wanted, (Exception,)):
-            content = FileSlice(stream, wanted.piece.at, wanted.piece.length).read()
+            content = pieces.FileSlice(stream, wanted.piece.at, wanted.piece.length).read()
             whole = ShardedObject.decode(io.BytesIO(content))
             for item in wanted.items:
                 source = whole

@@ -4,113 +4,99 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from math import prod
-from typing import Any, BinaryIO
+from functools import cache
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint import metadata as dcp
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files import manifest
+from mcore.parallel.checkpoint.files.directory import LocalSave, RemoteSave
 from mcore.parallel.checkpoint.files.index import OUR_MARK
-from mcore.parallel.checkpoint.files.manifest import (
-    ALIGNMENT_BYTES,
-    MANIFEST_FILE,
-    Piece,
-    StoredKey,
-    encode_manifest,
-    pack_piece,
-)
-from mcore.parallel.checkpoint.files.pieces import RunningChecksum, checksum_of, write_tensor
+from mcore.parallel.checkpoint.files.pieces import ChecksummedStream, checksum_of, write_tensor
 from mcore.parallel.checkpoint.files.places import Place, size_problems
-from mcore.parallel.checkpoint.files.reader import index_of, metadata_of
-from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
-from mcore.parallel.checkpoint.host_copies import host_copies_so_far, start_host_copy
-from mcore.parallel.checkpoint.planning.staging import Leaf, encode_value, key_of, tensor_of
+from mcore.parallel.checkpoint.planning.staging import Leaf, key_of, put_values_first, start_content
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
-Content = torch.Tensor | bytes
+
+def metadata_of(keys: Mapping[str, manifest.StoredKey]) -> dcp.Metadata:
+    """Describe some keys as torch.distributed.checkpoint does, without their locations."""
+    described: dict[str, Any] = {}
+    # Shared by the keys, which keeps the pickled index small.
+    size_of, properties_of = (
+        cache(torch.Size),
+        cache(lambda dtype: dcp.TensorProperties(dtype=dtype)),
+    )
+    for name, stored in keys.items():
+        if stored.dtype is None:
+            described[name] = dcp.BytesStorageMetadata()
+            continue
+        chunks = [
+            dcp.ChunkStorageMetadata(size_of(piece.start), size_of(piece.shape))
+            for piece in stored.pieces
+        ]
+        described[name] = dcp.TensorStorageMetadata(
+            properties_of(stored.dtype), size_of(stored.shape), chunks
+        )
+    return dcp.Metadata(described)
 
 
-class RankFile:
-    """The file that one rank writes in a save: values, then tensors, each as an archive.
+def index_of(name: str, stored: manifest.StoredKey, piece: manifest.Piece) -> dcp.MetadataIndex:
+    """Return the index of a piece in a plan."""
+    return dcp.MetadataIndex(name, None if stored.dtype is None else piece.start)
 
-    ``key`` is the key of the content that was requested or written last, None before the first.
+
+def write_rank_file(
+    save: LocalSave | RemoteSave,
+    rank: int,
+    leaves: Sequence[tuple[int, Leaf]],
+    report: Callable[[int], object],
+    *,
+    weights_only: bool,
+) -> bytes:
+    """Write and sync the file of a rank: numbered values, then tensors, each as an archive.
+
+    Returns the packed pieces. No leaves make no file. ``report`` gets the bytes of each tensor.
     """
+    if not leaves:
+        return b""
+    key: str | None = None  # of the content that was requested or written last
+    pieces: list[tuple[int, int, int, str]] = []
 
-    def __init__(
-        self, save: LocalSave | RemoteSave, rank: int, report: Callable[[int], object]
-    ) -> None:
-        self._report = report  # called with the numbers of written bytes
-        self.path: Place = save.file_of(rank)
-        self._open = partial(save.new_file, rank)
-        self.key: str | None = None
-        self._pieces = bytearray()
-        self._unfinished: tuple[int, int, int] | None = None  # number, length, elements
+    def start_contents() -> Iterator[tuple[int, str, Callable[[], torch.Tensor | bytes]]]:
+        nonlocal key
+        for number, leaf in put_values_first(leaves):
+            key = key_of(leaf)
+            yield number, key, start_content(leaf, weights_only=weights_only)
 
-    def write(self, leaves: Sequence[tuple[int, Leaf]], *, weights_only: bool) -> bytes:
-        """Write and sync numbered leaves, and return the packed pieces. No leaves make no file."""
-        if not leaves:
-            return b""
-        try:
-            with self._open() as stream:
-                checked = _ChecksummedStream(stream)
-                for number, content in self._iterate_contents(leaves, weights_only):
-                    self._write_piece(checked, number, content)
-                self._end_piece(checked)
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise _name_failure(error, self.path, self.key) from error
-        return bytes(self._pieces)
-
-    def _iterate_contents(
-        self, leaves: Sequence[tuple[int, Leaf]], weights_only: bool
-    ) -> Iterator[tuple[int, Content]]:
-        """Yield values, then tensors. Each tensor is copied while the previous one is written."""
-        for number, leaf in leaves:
-            if tensor_of(leaf) is None:
-                self.key = key_of(leaf)
-                yield number, encode_value(leaf, weights_only=weights_only)
-        copies = self._start_copies(leaves)
-        ahead = next(copies, None)
-        while ahead is not None:
-            (number, key, finish), ahead = ahead, next(copies, None)
-            self.key = key
-            yield number, finish()
-
-    def _start_copies(
-        self, leaves: Sequence[tuple[int, Leaf]]
-    ) -> Iterator[tuple[int, str, Callable[[], torch.Tensor]]]:
-        for number, leaf in leaves:
-            tensor = tensor_of(leaf)
-            if tensor is not None:
-                self.key = key_of(leaf)
-                plain = tensor.resolve_conj().resolve_neg().contiguous()
-                yield number, self.key, _copy_to_cpu(plain)
-
-    def _write_piece(self, stream: _ChecksummedStream, number: int, content: Content) -> None:
-        stream.write(bytes(-stream.tell() % ALIGNMENT_BYTES))
-        self._end_piece(stream)
-        at, elements = stream.tell(), -1
-        if isinstance(content, torch.Tensor):
-            elements = write_tensor(stream, content)
-            self._report(content.nbytes)
-        else:
-            stream.write(content)
-        self._unfinished = (number, stream.tell() - at, elements)
-
-    def _end_piece(self, stream: _ChecksummedStream) -> None:
-        """Record the previous piece, with the checksum of it and the zeros after it."""
-        checksum = stream.checksum_so_far()
-        if self._unfinished is not None:
-            self._pieces += pack_piece(*self._unfinished, checksum)
+    try:
+        with save.new_file(rank) as file:
+            stream, contents = ChecksummedStream(file), start_contents()
+            ahead = next(contents, None)
+            while ahead is not None:  # each is copied while the previous one is written
+                (number, key, finish), ahead = ahead, next(contents, None)
+                content, at, elements = finish(), stream.end, -1
+                if isinstance(content, torch.Tensor):
+                    elements = write_tensor(stream, content)
+                    report(content.nbytes)
+                else:
+                    stream.write(content)
+                length = stream.end - at
+                if ahead is not None:
+                    stream.write(bytes(-stream.end % manifest.ALIGNMENT_BYTES))
+                pieces.append((number, length, elements, stream.take_checksum()))
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise _name_failure(error, save.file_of(rank), key) from error
+    return manifest.pack_pieces(pieces)
 
 
 def publish_checkpoint(
     save: LocalSave | RemoteSave,
-    keys: Mapping[str, StoredKey],
-    files: Mapping[str, Sequence[tuple[str, Piece]]],
+    keys: Mapping[str, manifest.StoredKey],
+    files: Mapping[str, Sequence[tuple[str, manifest.Piece]]],
     paths: Any,
 ) -> int:
     """Write index and manifest of files with pieces, and publish the checkpoint.
@@ -122,7 +108,7 @@ def publish_checkpoint(
         raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
     metadata = metadata_of(keys)
     metadata.planner_data = paths
-    metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
+    metadata.storage_meta = dcp.StorageMeta(str(save.final), modules=[OUR_MARK])
     metadata.storage_data = {
         index_of(name, stored, piece): file_part(piece.file, piece.at, piece.length)
         for name, stored in keys.items()
@@ -131,60 +117,18 @@ def publish_checkpoint(
     path = save.folder / METADATA_FILE
     try:
         index = pickle.dumps(metadata)
-        save.write_index(index)
+        save.write(METADATA_FILE, index)
         whole = {METADATA_FILE: (len(index), checksum_of(index))}
-        path = save.folder / MANIFEST_FILE
-        manifest = encode_manifest(keys, files, whole)
-        save.write_manifest(manifest)
+        path = save.folder / manifest.MANIFEST_FILE
+        content = manifest.encode_manifest(keys, files, whole)
+        save.write(manifest.MANIFEST_FILE, content)
     except CheckpointingException:
         raise
     except Exception as error:
         raise _name_failure(error, path) from error
-    sizes.update({METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
+    sizes.update({METADATA_FILE: len(index), manifest.MANIFEST_FILE: len(content)})
     save.publish(sizes)
     return sum(sizes.values())
-
-
-class _ChecksummedStream:
-    """A file that is written with a running checksum."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._running, self._end = stream, RunningChecksum(), 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        """Write bytes and add them to the checksum."""
-        self._running.update(content)
-        self._end += len(content)
-        return self._stream.write(content)
-
-    def tell(self) -> int:
-        """Return the number of bytes that were written."""
-        return self._end
-
-    def flush(self) -> None:
-        """Do nothing. torch.save expects the method."""
-
-    def checksum_so_far(self) -> str:
-        """Return the checksum of the bytes since the last call."""
-        running, self._running = self._running, RunningChecksum()
-        return running.hexdigest()
-
-
-def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start copying a tensor to the CPU. The returned function waits for the copy."""
-    is_alone = True
-    if not tensor.is_cpu:
-        tensor = start_host_copy(tensor)
-    else:
-        # torch.save writes whole storages, so a view is copied to a storage of its size.
-        is_alone = tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.itemsize
-    wait = host_copies_so_far()
-
-    def finish() -> torch.Tensor:
-        wait()  # an asynchronous save has started the copy earlier
-        return tensor if is_alone else tensor.clone()
-
-    return finish
 
 
 def _name_failure(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:

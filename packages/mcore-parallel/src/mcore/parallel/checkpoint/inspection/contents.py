@@ -1,36 +1,34 @@
-"""A checkpoint for inspection: its index, and its values box by box."""
+"""A checkpoint for inspection: its index, its values box by box, and the output of commands."""
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import reprlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.figures import show_progress
+from mcore.parallel.checkpoint.files import pieces
 from mcore.parallel.checkpoint.files.index import plain_value, read_index
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Piece, StoredKey
-from mcore.parallel.checkpoint.files.pieces import (
-    FileSlice,
-    Scratch,
-    elements_at,
-    read_slice,
-    read_small_pickle,
-)
 from mcore.parallel.checkpoint.files.places import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.objects import object_kind
 from mcore.parallel.checkpoint.planning.validation import have_shared_elements
 from mcore.parallel.checkpoint.sharded import Shape
-from mcore.parallel.shortened import titled_list
+from mcore.parallel.shortened import counted, titled_list
 from mcore.parallel.torch_compat import METADATA_FILE
 
 _PREVIEW = 60
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def is_checkpoint(directory: Place) -> bool:
@@ -111,7 +109,7 @@ class Contents:
             [piece] = self.index.keys[name].pieces
             if not object_kind(name).is_archive:
                 return short_repr(self.value(name))
-            content = read_small_pickle(self._open(piece), piece.at, piece.length)
+            content = pieces.read_small_pickle(self._open(piece), piece.at, piece.length)
             text = short_repr(plain_value(content))
         except Exception:  # damaged or hostile content can raise anything
             return ""
@@ -120,7 +118,7 @@ class Contents:
     def raw(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object's archive."""
         for piece in self.index.keys[name].pieces:
-            content = FileSlice(self._open(piece), piece.at, piece.length)
+            content = pieces.FileSlice(self._open(piece), piece.at, piece.length)
             while chunk := content.read(1 << 20):
                 yield chunk
 
@@ -163,7 +161,8 @@ class Contents:
                     whole = whole.narrow(dim, first, target.shape[dim])
                 target.copy_(whole)
             else:
-                read_slice(stream, at, piece.shape, inside, target, dtype, self._make_scratch())
+                source = pieces.SkippingStream(stream, at, self._make_scratch())
+                pieces.read_shard(source, piece.shape, [pieces.Part(tuple(inside), target)], dtype)
         except (OSError, EOFError) as error:
             raise CheckpointingException(
                 f"{self.directory / piece.file}: key {name!r} cannot be read "
@@ -178,7 +177,7 @@ class Contents:
             return None
         num_bytes = prod(piece.shape) * dtype.itemsize
         try:
-            return elements_at(self._open(piece), piece.at, piece.length, num_bytes)
+            return pieces.elements_at(self._open(piece), piece.at, piece.length, num_bytes)
         except Exception:  # a damaged archive can raise anything
             return None
 
@@ -189,7 +188,7 @@ class Contents:
                 "Load it by torch.distributed.checkpoint"
             )
         try:
-            content = FileSlice(self._open(piece), piece.at, piece.length).read()
+            content = pieces.FileSlice(self._open(piece), piece.at, piece.length).read()
             return object_kind(name).decode(io.BytesIO(content))
         except CheckpointingException:
             raise
@@ -208,10 +207,10 @@ class Contents:
             )
         return streams[piece.file]
 
-    def _make_scratch(self) -> Scratch:
+    def _make_scratch(self) -> pieces.Scratch:
         if "scratch" not in self._local.__dict__:
-            self._local.scratch = Scratch()
-        return cast("Scratch", self._local.scratch)
+            self._local.scratch = pieces.Scratch()
+        return cast("pieces.Scratch", self._local.scratch)
 
 
 def coverage_problem(stored: StoredKey) -> str | None:
@@ -238,3 +237,70 @@ def dtype_text(name: str, stored: StoredKey) -> str:
     if stored.dtype is None:
         return object_kind(name).kind
     return str(stored.dtype).removeprefix("torch.")
+
+
+class Output:
+    """Prints results, as text or JSON, to one stream and a progress bar to another."""
+
+    def __init__(self, stream: TextIO, bar_stream: TextIO, *, as_json: bool = False) -> None:
+        self._stream, self._bar_stream, self._as_json = stream, bar_stream, as_json
+
+    def report(self, content: Any, lines: Iterable[str]) -> None:
+        """Print a result, as one JSON document or as lines of text."""
+        if self._as_json:
+            lines = [json.dumps(_make_plain(content), indent=1, allow_nan=False)]
+        for line in lines:
+            self._stream.write(f"{line}\n")
+
+    def progress(
+        self, title: str, num_bytes: int
+    ) -> AbstractContextManager[Callable[[int], object]]:
+        """Return a context with a function that adds bytes to a bar, shown on a terminal only."""
+        return show_progress(escaped(title), num_bytes, self._bar_stream, 0)
+
+
+def _make_plain(value: Any) -> Any:
+    """Convert a value for JSON: NaN and infinities become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(item) for item in value]
+    return value
+
+
+def escaped(text: str) -> str:
+    """Escape control and invisible characters, which a terminal may act on."""
+    if text.isprintable():
+        return text.replace("\\", "\\\\") if "\\" in text else text
+    return "".join(
+        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    """Format a size for people: ``12 bytes``, ``1.5 GiB``."""
+    size, place = float(num_bytes), 0
+    while size >= 1024 and place < len(_UNITS) - 1:
+        size, place = size / 1024, place + 1
+    return f"{size:.1f} {_UNITS[place]}" if place else counted(num_bytes, "byte")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Format rows as lines in columns, escaped. Columns of numbers are right-aligned."""
+    given = [list(row) for row in rows]
+    texts = [list(titles), *([escaped(str(cell)) for cell in row] for row in given)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    is_number = [
+        bool(given) and all(isinstance(row[place], int) for row in given)
+        for place in range(len(titles))
+    ]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ).rstrip()
+        for line in texts
+    ]

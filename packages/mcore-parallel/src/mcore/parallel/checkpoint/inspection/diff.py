@@ -17,8 +17,7 @@ import torch
 
 from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike
-from mcore.parallel.checkpoint.inspection.contents import Contents, dtype_text, num_bytes_of
-from mcore.parallel.checkpoint.inspection.output import Output, escaped, table
+from mcore.parallel.checkpoint.inspection import contents
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.shortened import counted
 
@@ -44,23 +43,27 @@ class Difference(NamedTuple):
 def diff(
     path: PathLike,
     other: PathLike,
-    patterns: Sequence[str],
+    keys: Sequence[str],
     workers: int | None,
-    output: Output,
+    output: contents.Output,
 ) -> int:
     """Compare two checkpoints. Returns 1 if they differ."""
-    with Contents(path) as old, Contents(other) as new:
-        names = sorted({*_choose_keys(old, new, patterns), *_choose_keys(new, old, patterns)})
+    with contents.Contents(path) as old, contents.Contents(other) as new:
+        # A pattern without a match in both checkpoints is an error.
+        found = old.matching(keys) + new.matching(keys)
+        names = sorted({*(found or new.names(keys))})
         added = [name for name in names if name not in old.index.keys]
         removed = [name for name in names if name not in new.index.keys]
         common = sorted({*names} - {*added, *removed})
-        sizes = [num_bytes_of(old.index.keys[name]) for name in common]
-        done, changed = 0, []
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor:
-            found = executor.map(lambda name: _compare_key(old, new, name), common)
-            for size, change in zip(sizes, found, strict=True):
-                done += size
-                output.progress(done, sum(sizes), "compared")
+        sizes = [contents.num_bytes_of(old.index.keys[name]) for name in common]
+        changed = []
+        with (
+            output.progress("compared", sum(sizes)) as report,
+            ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor,
+        ):
+            changes = executor.map(lambda name: _compare_key(old, new, name), common)
+            for size, change in zip(sizes, changes, strict=True):
+                report(size)
                 if change is not None:
                     changed.append(change)
     content = {
@@ -75,22 +78,17 @@ def diff(
     return 1 if added or removed or changed else 0
 
 
-def _choose_keys(contents: Contents, other: Contents, patterns: Sequence[str]) -> list[str]:
-    """List the keys that match. A pattern without a match in both checkpoints is an error."""
-    if patterns and not contents.matching(patterns):
-        other.names(patterns)
-    return contents.matching(patterns)
-
-
-def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
+def _compare_key(
+    old: contents.Contents, new: contents.Contents, name: str
+) -> dict[str, Any] | None:
     """Describe the change of a key, or return None."""
     before, after = old.index.keys[name], new.index.keys[name]
     kinds = {"before": _describe_kind(name, before), "after": _describe_kind(name, after)}
     if before.dtype is None and after.dtype is None:
         if all(one == two for one, two in zip_longest(old.raw(name), new.raw(name))):
             return None
-        for kind, contents in (("before", old), ("after", new)):
-            kinds[kind]["value"] = contents.preview(name)
+        for kind, side in (("before", old), ("after", new)):
+            kinds[kind]["value"] = side.preview(name)
         return {"key": name, **kinds, "largest_difference": None}
     if before.dtype is None or after.dtype is None or before.shape != after.shape:
         return {"key": name, **kinds, "largest_difference": None}
@@ -108,7 +106,7 @@ def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | No
 
 
 def _describe_kind(name: str, stored: StoredKey) -> dict[str, Any]:
-    return {"dtype": dtype_text(name, stored), "shape": list(stored.shape)}
+    return {"dtype": contents.dtype_text(name, stored), "shape": list(stored.shape)}
 
 
 def boxes(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
@@ -176,14 +174,14 @@ def _find_largest(one: torch.Tensor, other: torch.Tensor) -> float | int:
 
 def _format_lines(content: dict[str, Any]) -> Iterator[str]:
     for title, names in (("added", content["added"]), ("removed", content["removed"])):
-        yield from (f"{title}  {escaped(name)}" for name in names)
+        yield from (f"{title}  {contents.escaped(name)}" for name in names)
     if content["changed"]:
         rows = [
             ["changed", one["key"], *_format_change(one), _format_number(one["largest_difference"])]
             for one in content["changed"]
         ]
         titles = ["", "key", "what", "elements", "largest difference"]
-        yield from table(titles, rows)
+        yield from contents.table(titles, rows)
     numbers = [f"{len(content[name])} {name}" for name in ("added", "removed", "changed")]
     yield f"{', '.join(numbers)}, {counted(content['unchanged'], 'key')} unchanged"
 

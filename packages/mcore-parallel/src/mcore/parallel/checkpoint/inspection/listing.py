@@ -1,45 +1,58 @@
-"""The commands ``ls`` and ``show``: tables of checkpoints, keys, files and pieces."""
+"""The commands ``ls``, ``show`` and ``to-torch``: tables of a checkpoint, and it as one file."""
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.index import file_problems, read_index
+import torch
+
+from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
+from mcore.parallel.checkpoint.files import places
+from mcore.parallel.checkpoint.files.directory import is_incomplete_name, sync_directory, sync_file
+from mcore.parallel.checkpoint.files.index import (
+    PICKLE_START,
+    file_problems,
+    nested_paths,
+    read_index,
+)
 from mcore.parallel.checkpoint.files.manifest import DTYPES, Index, StoredKey
-from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
-from mcore.parallel.checkpoint.files.save_place import is_incomplete_name
 from mcore.parallel.checkpoint.inspection.contents import (
     Contents,
+    Output,
     checkpoints_in,
     dtype_text,
+    escaped,
     num_bytes_of,
+    size_text,
+    table,
 )
-from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text, table
 from mcore.parallel.shortened import counted, ranks_text, shorten
+from mcore.parallel.torch_compat import METADATA_FILE
 
 _RANK_FILE = re.compile(r"__(\d+)_\d+.*\.distcp")
 _OUR_FORMAT = "mcore-parallel, version 3, checksums XXH3 of 64 bits"
 _TORCH_FORMAT = "torch.distributed.checkpoint, no checksums but the CRC-32 of archives"
 
 
-def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
+def ls(path: places.PathLike, keys: Sequence[str], output: Output) -> int:
     """List the keys of a checkpoint, or the checkpoints of a run."""
-    found = checkpoints_in(place_of(path))
-    if found and not patterns:
+    found = checkpoints_in(places.place_of(path))
+    if found and not keys:
         entries = [_describe_checkpoint(one) for one in found]
         rows = [[e["name"], e["state"], e["keys"], size_text(e["bytes"])] for e in entries]
-        content = {"path": str(place_of(path)), "checkpoints": entries}
+        content = {"path": str(places.place_of(path)), "checkpoints": entries}
         output.report(content, table(["checkpoint", "state", "keys", "size"], rows))
         return 0
     with Contents(path) as contents:
-        names = contents.names(patterns)
-        keys = [_describe_key(name, contents.index.keys[name]) for name in names]
-    total = sum(key["bytes"] for key in keys)
-    content = {"path": str(contents.directory), "keys": keys, "bytes": total}
+        names = contents.names(keys)
+        described = [_describe_key(name, contents.index.keys[name]) for name in names]
+    total = sum(key["bytes"] for key in described)
+    content = {"path": str(contents.directory), "keys": described, "bytes": total}
     rows = [
         [
             key["key"],
@@ -49,15 +62,15 @@ def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
             key["pieces"],
             format_writers(key["files"]),
         ]
-        for key in keys
+        for key in described
     ]
     titles = ["key", "dtype", "shape", "size", "pieces", "written by"]
-    total_text = f"{counted(len(keys), 'key')}, {size_text(total)}"
+    total_text = f"{counted(len(described), 'key')}, {size_text(total)}"
     output.report(content, [*table(titles, rows), total_text])
     return 0
 
 
-def _describe_checkpoint(path: Place) -> dict[str, Any]:
+def _describe_checkpoint(path: places.Place) -> dict[str, Any]:
     """Describe a checkpoint by its index and the sizes of its files."""
     state, num_keys, num_bytes = "complete", 0, 0
     try:
@@ -72,7 +85,7 @@ def _describe_checkpoint(path: Place) -> dict[str, Any]:
     return {"name": path.name, "state": state, "keys": num_keys, "bytes": num_bytes}
 
 
-def _find_problem(path: Place, index: Index) -> str | None:
+def _find_problem(path: places.Place, index: Index) -> str | None:
     return next((problem for _, problem in file_problems(path, index)), None)
 
 
@@ -95,20 +108,20 @@ def format_writers(files: Iterable[str]) -> str:
     return ", ".join(([ranks_text(ranks)] if ranks else []) + shorten(others, 3, "{} more files"))
 
 
-def show(path: PathLike, patterns: Sequence[str], output: Output) -> int:
+def show(path: places.PathLike, keys: Sequence[str], output: Output) -> int:
     """Describe a checkpoint and its files, or the pieces of some keys."""
     with Contents(path) as contents:
-        if patterns:
-            keys = [_describe_pieces(name, contents) for name in contents.names(patterns)]
-            report = {"path": str(contents.directory), "keys": keys}
-            output.report(report, (line for key in keys for line in _format_pieces(key)))
+        if keys:
+            pieces = [_describe_pieces(name, contents) for name in contents.names(keys)]
+            report = {"path": str(contents.directory), "keys": pieces}
+            output.report(report, (line for key in pieces for line in _format_pieces(key)))
             return 0
         summary = _summarize(contents.directory, contents.index)
     output.report(summary, _format_summary(summary))
     return 0
 
 
-def _summarize(directory: Place, index: Index) -> dict[str, Any]:
+def _summarize(directory: places.Place, index: Index) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     keys_in: Counter[str] = Counter()
@@ -180,3 +193,75 @@ def _format_pieces(key: dict[str, Any]) -> Iterator[str]:
     titles = ["file", "at", "bytes", "start", "shape", "checksum"]
     rows = [[piece[title] for title in titles] for piece in key["pieces"]]
     yield from (f"  {line}" for line in table(titles, rows))
+
+
+def to_torch(path: places.PathLike, file: str, keys: Sequence[str], output: Output) -> int:
+    """Write a checkpoint, or some keys, as one dict. One rename makes the file appear."""
+    target = places.local_path(file)
+    if os.path.lexists(target):
+        raise CheckpointingException(f"{target} already exists and is not overwritten")
+    if not target.parent.is_dir():
+        raise CheckpointingException(f"cannot write {target}: there is no folder {target.parent}")
+    values: dict[str, Any] = {}
+    with Contents(path) as contents:
+        names = contents.names(keys)
+        contents.require_whole(names)
+        total = sum(num_bytes_of(contents.index.keys[name]) for name in names)
+        with output.progress("read", total) as report:
+            for name in names:
+                stored = contents.index.keys[name]
+                if stored.dtype is None:
+                    values[name] = contents.value(name)
+                else:
+                    values[name] = contents.box(name, (0,) * len(stored.shape), stored.shape)
+                report(num_bytes_of(stored))
+    incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
+    try:
+        torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), incomplete)
+        sync_file(incomplete)
+        incomplete.rename(target)
+        sync_directory(target.parent)
+    finally:
+        incomplete.unlink(missing_ok=True)
+    found = {"path": str(contents.directory), "file": str(target), "keys": names, "bytes": total}
+    text = f"{escaped(str(target))}: {counted(len(names), 'key')}, {size_text(total)}"
+    output.report(found, [text])
+    return 0
+
+
+def _read_metadata(directory: places.Place) -> bytes:
+    """Return torch's index, which has the nesting of a state dict, or nothing without one."""
+    try:
+        return places.read_regular(directory / METADATA_FILE, PICKLE_START)
+    except CheckpointingException as error:
+        if find_passing(error):
+            raise
+        return b""
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list made here, to distinguish it from a value that is a dict."""
+
+
+def _nest(values: dict[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> Any:
+    """Return values in dicts and lists as they were saved, or by key if the paths do not fit."""
+    root = _Node()
+    for name, value in values.items():
+        node, (*inner, last) = root, paths.get(name) or (name,)
+        for step in inner:
+            node = node.setdefault(step, _Node())
+            if type(node) is not _Node:
+                return values
+        if last in node:
+            return values
+        node[last] = value
+    return _make_plain_containers(root)
+
+
+def _make_plain_containers(node: Any) -> Any:
+    if type(node) is not _Node:
+        return node
+    inside = {step: _make_plain_containers(value) for step, value in node.items()}
+    if {type(step) for step in inside} == {int} and max(inside) == len(inside) - 1:
+        return [inside[place] for place in range(len(inside))]
+    return inside

@@ -5,20 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import (
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    as_completed,
-)
+from concurrent import futures
 from typing import Any, NamedTuple
 
-from mcore.parallel.checkpoint.errors import (
-    CheckpointingException,
-    describe_error,
-    find_passing,
-)
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error, find_passing
+from mcore.parallel.checkpoint.files import places
 from mcore.parallel.checkpoint.files.index import (
     file_problems,
     piece_problem,
@@ -27,20 +18,7 @@ from mcore.parallel.checkpoint.files.index import (
 )
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Index, Piece
 from mcore.parallel.checkpoint.files.pieces import Scratch
-from mcore.parallel.checkpoint.files.places import (
-    PathLike,
-    Place,
-    RemotePath,
-    open_regular,
-    place_of,
-    without_damage,
-)
-from mcore.parallel.checkpoint.inspection.contents import (
-    checkpoints_in,
-    coverage_problem,
-    is_checkpoint,
-)
-from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
+from mcore.parallel.checkpoint.inspection import contents
 from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -60,7 +38,7 @@ class Damage(NamedTuple):
 class _Batch(NamedTuple):
     """Pieces of one file, with their keys, for one worker."""
 
-    path: Place
+    path: places.Place
     has_checksums: bool
     pieces: list[tuple[str, Piece]]
 
@@ -69,11 +47,11 @@ class _Batch(NamedTuple):
         return sum(piece.span for _, piece in self.pieces)
 
 
-def verify(path: PathLike, workers: int | None, output: Output) -> int:
+def verify(path: places.PathLike, workers: int | None, output: contents.Output) -> int:
     """Read every byte of a checkpoint, or of a run's checkpoints, and name the damaged keys."""
-    directory = place_of(path)
-    found = checkpoints_in(directory) or [directory]
-    if not is_checkpoint(found[0]):
+    directory = places.place_of(path)
+    found = contents.checkpoints_in(directory) or [directory]
+    if not contents.is_checkpoint(found[0]):
         read_index(directory)  # raises an error that describes the path
     reports = [_check_checkpoint(one, workers, output) for one in found]
     content = (
@@ -83,7 +61,9 @@ def verify(path: PathLike, workers: int | None, output: Output) -> int:
     return 0 if all(report["ok"] for report in reports) else 1
 
 
-def _check_checkpoint(directory: Place, workers: int | None, output: Output) -> dict[str, Any]:
+def _check_checkpoint(
+    directory: places.Place, workers: int | None, output: contents.Output
+) -> dict[str, Any]:
     report = {"path": str(directory), "ok": True, "bytes": 0, "pieces": 0, "damaged": []}
     try:
         index = read_index(directory)
@@ -101,18 +81,18 @@ def _check_checkpoint(directory: Place, workers: int | None, output: Output) -> 
 
 
 def _format_lines(report: dict[str, Any]) -> Iterator[str]:
-    path = escaped(report["path"])
+    path = contents.escaped(report["path"])
     if report["ok"]:
-        amount = f"{counted(report['pieces'], 'piece')}, {size_text(report['bytes'])}"
+        amount = f"{counted(report['pieces'], 'piece')}, {contents.size_text(report['bytes'])}"
         yield f"{path}: as it was saved ({amount})"
         return
     yield f"{path}: DAMAGED"
     for one in report["damaged"]:
         subject = f"key {one['key']!r} in {one['file']}" if one["key"] else one["file"]
-        yield f"  {escaped(subject)}: {escaped(one['problem'])}"
+        yield f"  {contents.escaped(subject)}: {contents.escaped(one['problem'])}"
 
 
-def _make_batches(directory: Place, index: Index) -> Iterator[_Batch]:
+def _make_batches(directory: places.Place, index: Index) -> Iterator[_Batch]:
     """Yield all pieces, in the order of the files."""
     inside: dict[str, list[tuple[str, Piece]]] = {}
     for name, stored in index.keys.items():
@@ -130,7 +110,11 @@ def _make_batches(directory: Place, index: Index) -> Iterator[_Batch]:
 
 
 def _find_damage(
-    directory: Place, index: Index, batches: Sequence[_Batch], workers: int | None, output: Output
+    directory: places.Place,
+    index: Index,
+    batches: Sequence[_Batch],
+    workers: int | None,
+    output: contents.Output,
 ) -> list[Damage]:
     damaged = [Damage("", *one) for one in file_problems(directory, index)]
     unreadable = {one.file for one in damaged}
@@ -139,27 +123,26 @@ def _find_damage(
     damaged += [
         Damage(name, MANIFEST_FILE if index.has_checksums else METADATA_FILE, problem)
         for name, stored in index.keys.items()
-        if (problem := coverage_problem(stored))
+        if (problem := contents.coverage_problem(stored))
     ]
-    done, total = 0, sum(batch.num_bytes for batch in batches)
-    are_local = not isinstance(directory, RemotePath)
+    total = sum(batch.num_bytes for batch in batches)
+    are_local = not isinstance(directory, places.RemotePath)
     workers = workers or len(os.sched_getaffinity(0))
     # Processes, since checksums in Python hold the interpreter lock. Remote reads wait for the
     # network, so threads are enough for them.
-    executor: Executor
+    executor: futures.Executor
     if are_local and total >= _FEW_BYTES and workers > 1:
-        executor = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+        executor = futures.ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
     else:
-        executor = ThreadPoolExecutor(workers)
-    with executor:
-        started: dict[Future[list[Damage]], int] = {
+        executor = futures.ThreadPoolExecutor(workers)
+    with output.progress(directory.name, total) as report, executor:
+        started: dict[futures.Future[list[Damage]], int] = {
             executor.submit(_check_batch, batch): batch.num_bytes for batch in batches
         }
         try:
-            for future in as_completed(started):
+            for future in futures.as_completed(started):
                 damaged += future.result()
-                done += started[future]
-                output.progress(done, total, directory.name)
+                report(started[future])
         finally:
             executor.shutdown(cancel_futures=True)
     return sorted(damaged)
@@ -168,7 +151,7 @@ def _find_damage(
 def _check_batch(batch: _Batch) -> list[Damage]:
     scratch, damaged = Scratch(), []
     try:
-        with open_regular(batch.path) as stream:
+        with places.open_regular(batch.path) as stream:
             for key, piece in batch.pieces:
                 try:
                     problem = piece_problem(stream, key, piece, batch.has_checksums, scratch)
@@ -177,7 +160,7 @@ def _check_batch(batch: _Batch) -> list[Damage]:
                 if problem is not None:
                     damaged.append(Damage(key, piece.file, problem))
     except (CheckpointingException, OSError) as error:
-        if find_passing(error) and without_damage(batch.path, error) is not None:
+        if find_passing(error) and places.without_damage(batch.path, error) is not None:
             raise
         keys = dict.fromkeys(key for key, _ in batch.pieces)
         return [Damage(key, batch.path.name, describe_error(error)) for key in keys]

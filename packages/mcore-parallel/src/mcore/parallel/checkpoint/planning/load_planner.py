@@ -12,28 +12,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mcore.parallel.checkpoint import state_tree
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
-from mcore.parallel.checkpoint.ranks import with_leading_axes
 from mcore.parallel.checkpoint.selection import Selection
-from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
-from mcore.parallel.checkpoint.state_tree import (
-    Entries,
-    Path,
-    flatten_state_dict,
-    rebuild_state_dict,
-)
+from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, with_leading_axes
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import to_local_if_dtensor
 
@@ -49,11 +37,6 @@ class Target:
     offset: Shape
     shape: Shape
     allow_shape_mismatch: bool
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """Return the shard in terms of torch.distributed.checkpoint."""
-        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.shape))
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -95,15 +78,15 @@ class ShardedLoadPlanner(LoadPlanner):
         self._is_coordinator = False
         self.has_listed_objects = False  # Megatron-LM wraps each object in a list
         self._state_dict: Mapping[str, Any] | None = None
-        self._entries = Entries([], [], {}, [])
+        self._entries = state_tree.Entries([], [], {}, [])
         self._kinds: dict[str, type[ShardedObject]] = {}
         self.wanted: frozenset[str] = frozenset()
-        self._metadata = Metadata({})
+        self._metadata = dcp.Metadata({})
         self._start_over()
 
     def _start_over(self) -> None:
         self._targets: dict[str, list[torch.Tensor]] = {}
-        self._results: dict[Path, Any] = {}
+        self._results: dict[state_tree.Path, Any] = {}
         self._values: dict[str, Any] = {}
         self._zeroed: list[torch.Tensor] = []
         self._problems: list[str] = []
@@ -116,7 +99,7 @@ class ShardedLoadPlanner(LoadPlanner):
         keys: Collection[str] = (),
     ) -> frozenset[str]:
         """Accept the state dict to fill, or a part, and return its keys. No communication."""
-        self._state_dict, self._entries = state_dict, flatten_state_dict(state_dict)
+        self._state_dict, self._entries = state_dict, state_tree.flatten_state_dict(state_dict)
         if selection is not None:
             self._entries = selection.choose(self._entries, keys)
         tensors = {shard.key for _, shard in self._entries.tensors}
@@ -127,7 +110,7 @@ class ShardedLoadPlanner(LoadPlanner):
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
+        metadata: dcp.Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
         """Accept the state dict to fill and the index of the checkpoint."""
@@ -228,13 +211,13 @@ class ShardedLoadPlanner(LoadPlanner):
         for path, name, local in named:
             if path not in values:
                 values[path] = self._values.get(name, local)
-        return rebuild_state_dict(self._state_dict or {}, values)
+        return state_tree.rebuild_state_dict(self._state_dict or {}, values)
 
     def _plan_common(self) -> list[ReadItem]:
         items: list[ReadItem] = []
         for name, (path, local) in self._entries.common.items():
             saved = self._metadata.state_dict_metadata.get(name)
-            if not isinstance(saved, TensorStorageMetadata):
+            if not isinstance(saved, dcp.TensorStorageMetadata):
                 items += self._plan_bytes(name, "a value")
                 continue
             if not isinstance(local, torch.Tensor):
@@ -264,9 +247,9 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _plan_bytes(self, name: str, wanted: str) -> list[ReadItem]:
         saved = self._metadata.state_dict_metadata.get(name)
-        if isinstance(saved, BytesStorageMetadata):
+        if isinstance(saved, dcp.BytesStorageMetadata):
             nowhere = torch.Size([0])
-            index = MetadataIndex(name)
+            index = dcp.MetadataIndex(name)
             return [ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)]
         if saved is not None:
             self._problems.append(f"key {name!r}: the checkpoint has a tensor, not {wanted}")
@@ -281,14 +264,16 @@ class ShardedLoadPlanner(LoadPlanner):
                 self._note_missing(key)
             return []
         problems = [problem for t in targets if (problem := _find_problem(key, saved, t))]
-        if problems or not isinstance(saved, TensorStorageMetadata):
+        if problems or not isinstance(saved, dcp.TensorStorageMetadata):
             self._problems += dict.fromkeys(problems)
             return []
         filled = [target for target in targets if target.tensor.numel()]
         if key in self._targets:
             self._problems.append(f"key {key!r} names a tensor and a plain value. Rename one")
         self._targets[key] = [target.tensor for target in filled]
-        items = create_read_items_for_chunk_list(key, saved, [t.chunk for t in filled])
+        boxes = [(torch.Size(target.offset), torch.Size(target.shape)) for target in filled]
+        chunks = [dcp.ChunkStorageMetadata(*box) for box in boxes]
+        items = create_read_items_for_chunk_list(key, saved, chunks)
         self._check_filling(key, saved, filled, items)
         return items
 
@@ -299,7 +284,7 @@ class ShardedLoadPlanner(LoadPlanner):
     def _check_filling(
         self,
         key: str,
-        saved: TensorStorageMetadata,
+        saved: dcp.TensorStorageMetadata,
         targets: list[Target],
         items: list[ReadItem],
     ) -> None:
@@ -359,10 +344,10 @@ def _make_target(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
 
 
 def _find_problem(
-    key: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Target
+    key: str, saved: dcp.TensorStorageMetadata | dcp.BytesStorageMetadata, target: Target
 ) -> str | None:
     """Return why a tensor of the checkpoint cannot be read into a target, or None."""
-    if not isinstance(saved, TensorStorageMetadata):
+    if not isinstance(saved, dcp.TensorStorageMetadata):
         return f"key {key!r}: the checkpoint has an object, not a tensor"
     found, wanted = saved.properties.dtype, target.tensor.dtype
     if found != wanted and not (found.is_floating_point and wanted.is_floating_point):

@@ -1,10 +1,16 @@
-"""The leaves that a rank may write in a save, their copies on the CPU, and their digests."""
+"""The leaves that a rank may write in a save, their copies on the CPU, and their digests.
+
+Tensors of an accelerator are copied through pinned memory, which is kept between saves.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,16 +19,18 @@ import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import is_storable
-from mcore.parallel.checkpoint.host_copies import start_host_copy
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
-from mcore.parallel.checkpoint.ranks import with_leading_axes
-from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
+from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica, with_leading_axes
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
 from mcore.tensor.dtensor import to_local_if_dtensor
 
 DIGEST_BYTES = 8
+# Pinned memory cannot be paged out, so a process keeps one buffer for all its saves.
+_BUFFER_BYTES = 256 << 20
+_PIECE_BYTES = _BUFFER_BYTES // 4  # several, so that the host empties one while another is filled
+_ALIGNMENT = 64
 
 
 class CommonValue(NamedTuple):
@@ -62,12 +70,6 @@ def tensor_of(leaf: Leaf) -> torch.Tensor | None:
         return with_leading_axes(leaf.data, leaf.prepend_axis_num).as_subclass(torch.Tensor)
     value = leaf.value if isinstance(leaf, CommonValue) else None
     return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else None
-
-
-def count_bytes(leaves: Iterable[tuple[int, Leaf]]) -> int:
-    """Return the size of the tensors among numbered leaves."""
-    tensors = (tensor_of(leaf) for _, leaf in leaves)
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def encode_value(leaf: Leaf, *, weights_only: bool) -> bytes:
@@ -122,11 +124,6 @@ def stage_leaf(leaf: Candidate, *, weights_only: bool) -> Leaf:
     return EncodedValue(key_of(leaf), encode_value(leaf, weights_only=weights_only))
 
 
-def digest_shard(shard: ShardedTensor) -> bytes:
-    """Return the digest of the local tensor of a shard."""
-    return digest_of(tensor_of(shard))
-
-
 def digest_of(value: Any) -> bytes:
     """Return 8 bytes that depend on type and content, not on dict order or hash seeds."""
     hasher = xxhash.xxh3_64(f"<{type(value).__name__}>".encode())
@@ -153,3 +150,118 @@ def digest_of(value: Any) -> bytes:
     else:
         hasher.update(pickle.dumps(value))
     return hasher.digest()
+
+
+class _Piece(NamedTuple):
+    """A copy that was started: from the device to ``pinned``, later from there to ``target``."""
+
+    start: int
+    pinned: torch.Tensor
+    target: torch.Tensor
+    arrived: torch.Event
+
+
+class _PinnedRing:
+    """A pinned buffer that is filled in a circle and emptied in that order. For any thread."""
+
+    def __init__(self, capacity: int, piece_bytes: int) -> None:
+        self._capacity, self._piece_bytes = capacity, piece_bytes
+        self._lock = threading.RLock()
+        self._buffer: torch.Tensor | None = None
+        self._end = 0  # of the piece that was started last
+        self.num_started = 0
+        self._pieces: deque[_Piece] = deque()
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def start(self, source: torch.Tensor) -> torch.Tensor:
+        """Start copying a contiguous tensor. Waits for the device only to reuse pinned memory."""
+        copy = torch.empty_like(source, device="cpu")
+        flat, target = (tensor.view(-1).view(torch.uint8) for tensor in (source, copy))
+        current = torch.accelerator.current_stream(source.device)
+        with self._lock:
+            side = self._streams.get(source.device) or torch.Stream(source.device)
+            self._streams[source.device] = side
+            side.wait_stream(current)
+            with side:
+                for start in range(0, flat.numel(), self._piece_bytes):
+                    end = start + self._piece_bytes
+                    self._start_piece(flat[start:end], target[start:end])
+            current.wait_stream(side)
+        return copy
+
+    def finish(self, number: int) -> None:
+        """Wait for the first pieces that were started, up to a number of ``num_started``."""
+        with self._lock:
+            while self._pieces and self.num_started - len(self._pieces) < number:
+                self._empty_oldest()
+
+    def _start_piece(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(
+                self._capacity, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
+        if start + source.numel() > self._capacity:
+            while self._pieces and self._pieces[0].start >= start:
+                self._empty_oldest()
+            start = 0
+        self._end = start + source.numel()
+        while self._pieces and start <= self._pieces[0].start < self._end:
+            self._empty_oldest()
+        pinned = self._buffer[start : self._end].copy_(source, non_blocking=True)
+        arrived = torch.Event(source.device)
+        arrived.record()
+        self._pieces.append(_Piece(start, pinned, target, arrived))
+        self.num_started += 1
+
+    def _empty_oldest(self) -> None:
+        piece = self._pieces.popleft()
+        piece.arrived.synchronize()
+        piece.target.copy_(piece.pinned)
+
+
+_ring = _PinnedRing(_BUFFER_BYTES, _PIECE_BYTES)
+
+
+def start_host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU, which is complete after a wait for :func:`host_copies_so_far`.
+
+    Later work on the current stream waits for the copy, so the tensor may be changed at once.
+    """
+    if tensor.is_cpu:
+        return tensor.detach().to("cpu", copy=True)
+    return _ring.start(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def put_values_first(leaves: Iterable[tuple[int, Leaf]]) -> list[tuple[int, Leaf]]:
+    """Return numbered leaves in the order in which a file has them."""
+
+    def is_tensor(numbered: tuple[int, Leaf]) -> bool:
+        leaf = numbered[1]
+        value = leaf.data if isinstance(leaf, ShardedTensor) else getattr(leaf, "value", None)
+        return isinstance(value, torch.Tensor)
+
+    return sorted(leaves, key=is_tensor)
+
+
+def start_content(leaf: Leaf, *, weights_only: bool) -> Callable[[], torch.Tensor | bytes]:
+    """Start copying a leaf to the CPU. The returned function waits for it.
+
+    It returns stored bytes, or a contiguous tensor that is alone in its storage.
+    """
+    tensor = tensor_of(leaf)
+    if tensor is None:
+        return partial(encode_value, leaf, weights_only=weights_only)
+    plain, is_alone = tensor.resolve_conj().resolve_neg().contiguous(), True
+    if not plain.is_cpu:
+        plain = start_host_copy(plain)
+    else:
+        # torch.save writes whole storages, so a view is copied to a storage of its size.
+        is_alone = plain.untyped_storage().nbytes() == prod(plain.shape) * plain.itemsize
+    number = _ring.num_started
+
+    def finish() -> torch.Tensor:
+        _ring.finish(number)  # an asynchronous save has started the copy earlier
+        return plain if is_alone else plain.clone()
+
+    return finish

@@ -6,7 +6,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from mcore.parallel.shortened import ranks_text, titled_list
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
 
-_TITLE = "the shards of all ranks do not make up whole tensors"
+NOT_WHOLE = "the shards of all ranks do not make up whole tensors"
 
 
 class ShardRecord(NamedTuple):
@@ -161,14 +161,12 @@ def validate_sharding_integrity(
 
     packed, [width] = team.agree_max(pack, 1)
     gathered = team.gather(packed, width)
-    team.agree(lambda: raise_if_not_whole([decode_records(one) for one in gathered]))
 
+    def check() -> None:
+        if problems := validate_plans([decode_records(one) for one in gathered]):
+            raise CheckpointingException(titled_list(NOT_WHOLE, problems))
 
-def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
-    """Raise one CheckpointingException with the problems of :func:`validate_plans`."""
-    problems = validate_plans(ranks)
-    if problems:
-        raise CheckpointingException(titled_list(_TITLE, problems))
+    team.agree(check)
 
 
 def describe_entries(entries: Entries, *, is_first: bool = True) -> list[ShardRecord]:
@@ -261,17 +259,20 @@ def _find_object_problems(records: list[RankedRecord]) -> list[str]:
 
 
 def _find_differences(records: list[RankedRecord], names: Sequence[str]) -> list[str]:
-    problems = []
-    for name in names:
-        ranks_of: dict[Any, list[int]] = {}
-        for rank, record in records:
-            ranks_of.setdefault(getattr(record, name), []).append(rank)
-        if len(ranks_of) > 1:
-            shown = "; ".join(
-                f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items()
-            )
-            problems.append(f"{name} differs: {shown}")
-    return problems
+    values = [(rank, name, getattr(record, name)) for name in names for rank, record in records]
+    return [
+        f"{name} differs: "
+        + "; ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in found.items())
+        for name, found in find_different(values).items()
+    ]
+
+
+def find_different(items: Iterable[tuple[int, str, Any]]) -> dict[str, dict[Any, list[int]]]:
+    """Return the names with several values, from ranks, names and values. Values have ranks."""
+    found: dict[str, dict[Any, list[int]]] = {}
+    for rank, name, value in items:
+        found.setdefault(name, {}).setdefault(value, []).append(rank)
+    return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def _find_writer_problems(records: list[RankedRecord]) -> list[str]:

@@ -16,18 +16,10 @@ from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.staging import data_problem
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
-from mcore.parallel.checkpoint.state_tree import OneLeaf, Role
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, contains
 from mcore.parallel.checkpoint.team import Team
-from mcore.parallel.rng.shared import (
-    existing_tracker,
-    get_all_rng_states,
-    is_graph_safe_cuda_rng_tracker,
-)
-from mcore.parallel.rng.state import (
-    _get_cuda_rng_state,
-    _set_cuda_rng_state,
-    convert_cuda_rng_state,
-)
+from mcore.parallel.rng import shared
+from mcore.parallel.rng import state as rng_state
 from mcore.tensor.device import current_device
 from mcore.tensor.dtensor import is_dtensor
 
@@ -61,15 +53,8 @@ def state_of(name: str, value: Any) -> Any:
     if isinstance(value, nn.Module):
         return model_state(value).tree(name)
     state = value.state_dict() if is_stateful(value) else value
-    return state if _has_shards(state) else OneLeaf(state)
-
-
-def _has_shards(node: Any) -> bool:
-    if isinstance(node, Mapping):
-        return any(map(_has_shards, node.values()))
-    if isinstance(node, list | tuple):
-        return any(map(_has_shards, node))
-    return isinstance(node, ShardedBase) or is_dtensor(node)
+    has_shards = contains(state, lambda leaf: isinstance(leaf, ShardedBase) or is_dtensor(leaf))
+    return state if has_shards else OneLeaf(state)
 
 
 def states_to_save(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,9 +175,10 @@ def rank_random_state() -> dict[str, Any]:
     found = {
         "python": random.getstate(),
         "cpu": torch.get_rng_state(),
-        "device": None if device.type == "cpu" else _get_cuda_rng_state(device),
+        "device": None if device.type == "cpu" else rng_state._get_cuda_rng_state(device),
         "tracker": {
-            name: convert_cuda_rng_state(state) for name, state in get_all_rng_states().items()
+            name: rng_state.convert_cuda_rng_state(state)
+            for name, state in shared.get_all_rng_states().items()
         },
     }
     if "numpy" in sys.modules:  # otherwise nothing has drawn from its stream
@@ -207,15 +193,15 @@ def set_rank_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     device = current_device()
     if state["device"] is not None and device.type != "cpu":
-        _set_cuda_rng_state(state["device"], device)
+        rng_state._set_cuda_rng_state(state["device"], device)
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
-    tracker = existing_tracker()
+    tracker = shared.existing_tracker()
     if state["tracker"] and tracker is not None:
-        for_graphs = is_graph_safe_cuda_rng_tracker(tracker)
+        for_graphs = shared.is_graph_safe_cuda_rng_tracker(tracker)
         tracker.set_states(
             {
-                name: convert_cuda_rng_state(one, to_graphable=for_graphs, device=device)
+                name: rng_state.convert_cuda_rng_state(one, to_graphable=for_graphs, device=device)
                 for name, one in state["tracker"].items()
             }
         )

@@ -17,35 +17,14 @@ from mcore.parallel.checkpoint.errors import (
     DamagedCheckpointError,
     name_checkpoint,
 )
-from mcore.parallel.checkpoint.files.directory import (
-    is_complete_checkpoint,
-    keep_last,
-    remove_incomplete,
-)
+from mcore.parallel.checkpoint.files import directory, places
 from mcore.parallel.checkpoint.files.manifest import is_plain_name
-from mcore.parallel.checkpoint.files.places import (
-    PathLike,
-    Place,
-    RemotePath,
-    place_of,
-    read_regular,
-)
-from mcore.parallel.checkpoint.files.save_place import (
-    incomplete_sibling,
-    is_incomplete_name,
-    publish,
-    sync_directory,
-    write_file,
-)
-from mcore.parallel.checkpoint.run_state.training_state import (
-    load_training_state,
-    save_training_state,
-)
+from mcore.parallel.checkpoint.run_state import training_state
 from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.shortened import titled_list
 
 if TYPE_CHECKING:
-    from mcore.parallel.checkpoint.async_save import SaveHandle
+    from mcore.parallel.checkpoint.figures import SaveHandle
     from mcore.parallel.checkpoint.run_state.training_state import Model, Optimizers
     from mcore.parallel.groups import GroupLike
 
@@ -91,7 +70,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        root: PathLike,
+        root: places.PathLike,
         *,
         keep: int | None = None,
         every: int = 1,
@@ -99,16 +78,16 @@ class CheckpointManager:
         process_group: GroupLike | None = None,
         protect: Iterable[str] = (),
     ) -> None:
-        self.root = place_of(root)
+        self.root = places.place_of(root)
         self.keep = None if keep is None else _check_whole_number("keep", keep, 1)
         self.every, self.async_ = _check_whole_number("every", every, 1), async_
         self._protect = tuple(protect)
         self._group = process_group
         self._pending: SaveHandle | None = None
-        self._last: Place | None = None  # the checkpoint that has the model's present state
+        self._last: places.Place | None = None  # the checkpoint that has the model's present state
         self._step = 0  # of the last save
         self._has_saved = False
-        self._damaged: set[Place] = set()
+        self._damaged: set[places.Place] = set()
 
     def save(
         self,
@@ -153,14 +132,8 @@ class CheckpointManager:
         if not self._has_saved:
             # The next save of a run that went back: nothing of the future that it left may stay.
             self._set_aside(step - 1, None, keep_damaged=True)
-        self._pending = save_training_state(
-            path,
-            model,
-            optimizer,
-            step=step,
-            process_group=self._group,
-            async_=self.async_,
-            **more,
+        self._pending = training_state.save_training_state(
+            path, model, optimizer, step=step, process_group=self._group, async_=self.async_, **more
         )
         self._last, self._step, self._has_saved = path, step, True
         if self._pending is None:
@@ -209,7 +182,7 @@ class CheckpointManager:
         problems: list[str] = []
         for path in self._list_newest_first():
             try:
-                found = load_training_state(
+                found = training_state.load_training_state(
                     path, model, optimizer, process_group=self._group, **options
                 )
                 self._last = path
@@ -253,11 +226,13 @@ class CheckpointManager:
         """
         self.wait()
         path = self.root / f"step_{_check_whole_number('step', step, 0)}"
-        found = load_training_state(path, model, optimizer, process_group=self._group, **options)
+        found = training_state.load_training_state(
+            path, model, optimizer, process_group=self._group, **options
+        )
         self._last, self._has_saved = path, False
         return found
 
-    def rollback(self, step: int, name: str | None = None) -> Place | None:
+    def rollback(self, step: int, name: str | None = None) -> places.Place | None:
         """Set the checkpoints after a step aside, as one branch that is a folder in ``root``.
 
         :meth:`load_latest` then returns the checkpoint of this step, and no later save or load
@@ -289,7 +264,7 @@ class CheckpointManager:
         path = self.root / f"step_{_check_whole_number('step', step, 0)}"
 
         def check() -> None:
-            if team.is_first and not is_complete_checkpoint(path):
+            if team.is_first and not directory.is_complete_checkpoint(path):
                 raise CheckpointingException(
                     f"{path} is no complete checkpoint to go back to. The folder has "
                     f"{', '.join(sorted(_list_steps(self.root))) or 'none'}"
@@ -302,7 +277,7 @@ class CheckpointManager:
         self._last = None
         return self._set_aside(step, name, keep_damaged=False)
 
-    def _set_aside(self, step: int, name: str | None, *, keep_damaged: bool) -> Place | None:
+    def _set_aside(self, step: int, name: str | None, *, keep_damaged: bool) -> places.Place | None:
         """Move the checkpoints after a step into a branch, on the first rank. One broadcast."""
         team = team_of(self._group)
 
@@ -346,7 +321,7 @@ class CheckpointManager:
                 raise
             logger.error("the last asynchronous save failed: %s", failure)
 
-    def _list_newest_first(self) -> list[Place]:
+    def _list_newest_first(self) -> list[places.Place]:
         """Return, on every rank, the checkpoints that the first rank finds, also damaged ones."""
         team = team_of(self._group)
 
@@ -361,8 +336,8 @@ class CheckpointManager:
             [shared] = team.share(list_names)
         return [self.root / name for name in json.loads(shared)]
 
-    def _make_room(self, path: Place) -> None:
-        remove_incomplete(self.root)
+    def _make_room(self, path: places.Place) -> None:
+        directory.remove_incomplete(self.root)
         if path in self._damaged:
             number, aside = 1, path.parent / f"{path.name}.damaged"
             while aside.exists():
@@ -384,7 +359,7 @@ class CheckpointManager:
             for name, step in _list_steps(self.root).items()
             if step > self._step or name in damaged
         ]
-        keep_last(self.root, keep, protect=[*self._protect, *skipped])
+        directory.keep_last(self.root, keep, protect=[*self._protect, *skipped])
 
     def _change_folder(self, change: Callable[[], object]) -> None:
         """Change the folder on the first rank. A failure is only logged: the run can continue."""
@@ -400,7 +375,7 @@ class CheckpointManager:
             )
 
 
-def _choose_branch(root: Place, name: str | None, before: int | None) -> Place:
+def _choose_branch(root: places.Place, name: str | None, before: int | None) -> places.Place:
     default = "after_start" if before is None else f"after_step_{before}"
     branch, number = root / (name or default), 1
     while branch.exists():
@@ -411,36 +386,37 @@ def _choose_branch(root: Place, name: str | None, before: int | None) -> Place:
     return branch
 
 
-def _write_list(branch: Place, names: Iterable[str]) -> None:
+def _write_list(branch: places.Place, names: Iterable[str]) -> None:
     """Write the names of the checkpoints to move. A crash before this has moved nothing."""
     content = json.dumps(sorted(names)).encode()
-    if isinstance(branch, RemotePath):
+    if isinstance(branch, places.RemotePath):
         with (branch / _MOVING).new_file() as stream:
             stream.write(content)
         return
-    made = incomplete_sibling(branch, secrets.randbits(63))
+    made = directory.incomplete_sibling(branch, secrets.randbits(63))
     made.mkdir()
-    write_file(made / _MOVING, content)
-    publish(made, branch)
+    directory.write_file(made / _MOVING, content)
+    directory.publish(made, branch)
 
 
-def _finish_branches(root: Place) -> None:
+def _finish_branches(root: places.Place) -> None:
     """Move the checkpoints of begun branches, also of processes that were killed."""
-    if not root.is_dir():
-        return
-    folders = root.folders() if isinstance(root, RemotePath) else list(root.iterdir())
-    for branch in folders:
+    for branch in places.list_folders(root):
         listed = branch / _MOVING
-        if _NAME.fullmatch(branch.name) or is_incomplete_name(branch.name) or not listed.is_file():
+        if (
+            _NAME.fullmatch(branch.name)
+            or directory.is_incomplete_name(branch.name)
+            or not listed.is_file()
+        ):
             continue
-        for name in json.loads(read_regular(listed, b"[")):
+        for name in json.loads(places.read_regular(listed, b"[")):
             if _NAME.fullmatch(name) and (root / name).exists():
                 (root / name).rename(branch / name)
-        if isinstance(listed, RemotePath):
+        if isinstance(listed, places.RemotePath):
             listed.remove()
         else:
-            sync_directory(listed.parent)
-            sync_directory(listed.parent.parent)
+            directory.sync_directory(listed.parent)
+            directory.sync_directory(listed.parent.parent)
             listed.unlink()
 
 
@@ -454,11 +430,7 @@ def _check_whole_number(name: str, given: Any, least: int) -> int:
     return number
 
 
-def _list_steps(root: Place) -> dict[str, int]:
+def _list_steps(root: places.Place) -> dict[str, int]:
     """Map the names of checkpoints in a folder, complete or not, to their steps."""
-    if isinstance(root, RemotePath):
-        names = [folder.name for folder in root.folders()]
-    else:
-        is_dir = root.is_dir()
-        names = [one.name for one in root.iterdir() if not one.is_symlink()] if is_dir else []
+    names = [folder.name for folder in places.list_folders(root)]
     return {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}

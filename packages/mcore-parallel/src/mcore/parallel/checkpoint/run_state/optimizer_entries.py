@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.state_tree import contains
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import is_dtensor
 
@@ -103,7 +104,7 @@ def find_entries(
             f"not in its state and would be lost. {_REMEDY}"
         )
         raise CheckpointingException(titled_list(title, missing, "entry"))
-    if has_dtensor([entries, states]):
+    if contains([entries, states], is_dtensor):
         raise _refuse(optimizer, "has DTensors that belong to no parameter")
     return {"entries": entries, "states": states} if entries or any(states) else {}
 
@@ -158,15 +159,6 @@ def _list_paths(node: Any, path: str = "") -> Iterator[str]:
         return
     for key, value in node.items():
         yield from _list_paths(value, f"{path}.{key}" if path else str(key))
-
-
-def has_dtensor(node: Any) -> bool:
-    """Return whether there is a DTensor in nested dicts and lists."""
-    if isinstance(node, Mapping):
-        return any(map(has_dtensor, node.values()))
-    if isinstance(node, list | tuple):
-        return any(map(has_dtensor, node))
-    return is_dtensor(node)
 
 
 def restore_entries(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:

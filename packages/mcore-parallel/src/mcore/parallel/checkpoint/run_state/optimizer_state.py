@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.optim import Optimizer
@@ -11,15 +11,10 @@ from torch.optim import Optimizer
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.run_state import optimizer_entries
 from mcore.parallel.checkpoint.run_state.model_state import ModelState
-from mcore.parallel.checkpoint.run_state.optimizer_entries import (
-    find_entries,
-    has_dtensor,
-    list_holders,
-    restore_entries,
-)
 from mcore.parallel.checkpoint.selection import Selection
-from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard
+from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard, contains
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
@@ -76,7 +71,9 @@ class OptimizerState:
             (number, place): group
             for number, optimizer in enumerate(self._given)
             for place, group in enumerate(
-                group for holder in list_holders(optimizer) for group in holder.groups
+                group
+                for holder in optimizer_entries.list_holders(optimizer)
+                for group in holder.groups
             )
         }
 
@@ -94,13 +91,7 @@ class OptimizerState:
         for parameter in self._parameters:
             names.setdefault(id(parameter.group), []).extend(parameter.names)
         groups = _merge_groups(
-            [
-                {
-                    **_get_options(group),
-                    "params": names.get(id(group), []),
-                    _PLACES: [list(place)],
-                }
-            ]
+            [{**_get_options(group), "params": names.get(id(group), []), _PLACES: [list(place)]}]
             for place, group in self._groups.items()
         )
         return {_STATE: state, GROUPS: OneLeaf(groups, merge=_merge_groups)}
@@ -113,7 +104,7 @@ class OptimizerState:
             )
         if _is_plain_tensor(value):
             return bare_shard(value.detach(), f"{self._key}.{_STATE}.{name}.{field}")
-        if has_dtensor(value) or is_dtensor(value):
+        if contains(value, is_dtensor):
             raise CheckpointingException(
                 f"the optimizer's state of {name!r} has a DTensor in its field {field!r} that is "
                 f"inside of a {type(value).__name__} or not plain memory, so its shards have no "
@@ -125,13 +116,19 @@ class OptimizerState:
 
     def entries(self) -> OneLeaf:
         """Return each optimizer's entries that belong to no parameter. Left out if none has any."""
-        found = [find_entries(optimizer, self._model.names) for optimizer in self._given]
+        found = [
+            optimizer_entries.find_entries(optimizer, self._model.names)
+            for optimizer in self._given
+        ]
         return OneLeaf(found, Role.PER_RANK if any(found) else Role.LEFT_OUT)
 
     def select(
         self, keys: Mapping[str, StoredKey], groups: Groups | None, selection: Selection
-    ) -> tuple[dict[str, StoredKey], Groups]:
-        """Return the chosen keys and groups of a checkpoint, with the names of this optimizer."""
+    ) -> tuple[dict[str, dict[str, StoredKey]], Groups]:
+        """Return the chosen states of a checkpoint, by parameter and field, and its groups.
+
+        Both have the names of this optimizer's parameters.
+        """
         prefix = f"{self._key}.{_STATE}."
         if not selection.takes(f"{self._key}.{GROUPS}"):
             return {}, []
@@ -140,23 +137,22 @@ class OptimizerState:
             key = f"{prefix}{name}.*"
             if selection.takes(key):
                 own[selection.stored_name(key).removeprefix(prefix)[:-2]] = name
-        found = {}
-        for key, stored in keys.items():
+        found: dict[str, dict[str, StoredKey]] = {}
+        for key in keys:
             name, _, field = key.removeprefix(prefix).rpartition(".")
             if key.startswith(prefix) and name in own:
-                found[f"{prefix}{own[name]}.{field}"] = stored
+                found.setdefault(own[name], {})[field] = keys[key]
         return found, [
             {**group, "params": [own[name] for name in group["params"] if name in own]}
             for group in groups or []
         ]
 
     def targets(
-        self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool
+        self, stored: Mapping[str, Mapping[str, StoredKey]], groups: Groups, *, strict: bool
     ) -> dict[str, Any]:
-        """Return the tree to fill: the state in the checkpoint, in this optimizer's layout."""
+        """Return the tree to fill: the stored states, in this optimizer's layout."""
         options = _map_options(groups)
         self._check_options(options, strict=strict)
-        stored = self._find_stored_fields(keys)
         state: dict[str, dict[str, Any]] = {}
         for parameter in self._parameters:
             if not parameter.is_held or not _find_known_names(parameter, options):
@@ -170,18 +166,6 @@ class OptimizerState:
                 }
         return {_STATE: state, GROUPS: OneLeaf()}
 
-    def _find_stored_fields(self, keys: Mapping[str, StoredKey]) -> dict[str, dict[str, StoredKey]]:
-        """Return the stored state of this rank's parameters, by name and field."""
-        prefix = f"{self._key}.{_STATE}."
-        names = {name for parameter in self._parameters for name in parameter.names}
-        fields: dict[str, dict[str, StoredKey]] = {}
-        for key in keys:
-            if key.startswith(prefix):
-                name, _, field = key.removeprefix(prefix).rpartition(".")
-                if name in names:
-                    fields.setdefault(name, {})[field] = keys[key]
-        return fields
-
     def _make_target(
         self,
         name: str,
@@ -191,17 +175,11 @@ class OptimizerState:
         made: dict[str, torch.Tensor],
     ) -> Any:
         present = parameter.state.get(field)
-        if stored is not None and stored.dtype is None:
+        if stored is None and isinstance(present, torch.Tensor):
+            target = present  # the planner reports that it is missing
+        elif stored is None or stored.dtype is None:
             return OneLeaf(present)
-        if stored is None:  # the planner reports that it is missing
-            if not isinstance(present, torch.Tensor):
-                return OneLeaf(present)
-            target = present
-        elif (
-            isinstance(present, torch.Tensor)
-            and _is_plain_tensor(present)
-            and tuple(present.shape) == stored.shape
-        ):
+        elif _is_plain_tensor(present) and tuple(present.shape) == stored.shape:
             target = present
         else:
             if field not in made:
@@ -211,7 +189,9 @@ class OptimizerState:
 
     def check_entries(self, stored: Sequence[Mapping[str, Any]] | None) -> None:
         """Raise if the entries of a checkpoint that belong to no parameter do not fit."""
-        if stored is None and any(find_entries(one, self._model.names) for one in self._given):
+        if stored is None and any(
+            optimizer_entries.find_entries(one, self._model.names) for one in self._given
+        ):
             raise CheckpointingException(
                 "state_dict() of the optimizer has entries that belong to no parameter, and the "
                 "checkpoint has none. Pass strict=False to keep their present values"
@@ -256,7 +236,7 @@ class OptimizerState:
         self._take_back_states(loaded)
         for optimizer, stored in zip(self._given, entries, strict=False):
             if stored:
-                restore_entries(optimizer, stored)
+                optimizer_entries.restore_entries(optimizer, stored)
         if any(entries):  # load_state_dict() makes new groups, and casts states
             self._list_all()
             self._take_back_states(loaded)
@@ -284,7 +264,9 @@ class OptimizerState:
 
 def _list_parameters(optimizers: Iterable[Optimizer], model: ModelState) -> Iterator[_Parameter]:
     seen: set[torch.Tensor] = set()
-    for holder in (holder for optimizer in optimizers for holder in list_holders(optimizer)):
+    for holder in (
+        holder for optimizer in optimizers for holder in optimizer_entries.list_holders(optimizer)
+    ):
         held = {id(value) for group in holder.optimizer.param_groups for value in group["params"]}
         for group in holder.groups:
             for value in group["params"]:
@@ -336,7 +318,7 @@ def _map_places(groups: Groups) -> dict[tuple[int, int], dict[str, Any]]:
     return found
 
 
-def _is_plain_tensor(value: Any) -> bool:
+def _is_plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a tensor in plain memory, also a DTensor of such tensors."""
     if not isinstance(value, torch.Tensor):
         return False

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.load import Unexpected, load_opened, open_checkpoint
+from mcore.parallel.checkpoint.load import LoadOptions, Unexpected, load_opened, open_checkpoint
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.run_state.extra_values import (
-    OPTIMIZER_ENTRIES,
-    RANDOM_STATE,
-    StoredValues,
-    check_names,
-    find_stored_tensors,
-    find_stored_values,
-    is_stateful,
-    join_tensors,
-    rank_random_state,
-    set_rank_random_state,
-    state_of,
-    states_to_save,
-)
-from mcore.parallel.checkpoint.run_state.model_state import ModelState, model_state
+from mcore.parallel.checkpoint.run_state import extra_values
+from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.run_state.optimizer_state import GROUPS, OptimizerState
-from mcore.parallel.checkpoint.save import save_tree
+from mcore.parallel.checkpoint.save import SaveOptions, save_tree
 from mcore.parallel.checkpoint.selection import Choices, LoadReport, Rename, Selection
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -36,7 +23,8 @@ from mcore.parallel.shortened import titled_list
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from mcore.parallel.checkpoint.async_save import SaveHandle
+    from mcore.parallel.checkpoint.figures import SaveHandle
+    from mcore.parallel.checkpoint.files.manifest import StoredKey
     from mcore.parallel.checkpoint.files.places import PathLike
     from mcore.parallel.checkpoint.files.reader import Verify
     from mcore.parallel.groups import GroupLike
@@ -117,31 +105,32 @@ def save_training_state(
     team = team_of(process_group)
 
     def build() -> tuple[dict[str, Any], dict[str, str]]:
-        modules, optimizers = _collect_states(model, optimizer)
-        values = {**states_to_save(more), OPTIMIZER_ENTRIES: optimizers.entries()}
-        streams = ShardedObject(RANDOM_STATE, rank_random_state(), (team.size,), (team.rank,))
-        found = {"model": modules.tree("model"), "step": int(step), RANDOM_STATE: streams, **values}
+        modules = model_state(model)
+        optimizers = OptimizerState(optimizer, modules, "optimizer")
+        values = {
+            **extra_values.states_to_save(more),
+            extra_values.OPTIMIZER_ENTRIES: optimizers.entries(),
+        }
+        streams = ShardedObject(
+            extra_values.RANDOM_STATE, extra_values.rank_random_state(), (team.size,), (team.rank,)
+        )
+        found = {
+            "model": modules.tree("model"),
+            "step": int(step),
+            extra_values.RANDOM_STATE: streams,
+            **values,
+        }
         if optimizer is not None:
             found["optimizer"] = optimizers.tree()
         leaves = sorted(
-            name for name in [*more, OPTIMIZER_ENTRIES] if isinstance(values[name], OneLeaf)
+            name
+            for name in [*more, extra_values.OPTIMIZER_ENTRIES]
+            if isinstance(values[name], OneLeaf)
         )
         return found, {"names of values": f"{sorted(more)}", "names of plain values": f"{leaves}"}
 
-    return save_tree(
-        build,
-        path,
-        team,
-        async_=async_,
-        check_replicas=check_replicas,
-        weights_only=weights_only,
-        progress_bar=progress_bar,
-    )
-
-
-def _collect_states(model: Model, optimizer: Optimizers) -> tuple[ModelState, OptimizerState]:
-    modules = model_state(model)
-    return modules, OptimizerState(optimizer, modules, "optimizer")
+    options = SaveOptions(async_, check_replicas, weights_only, progress_bar)
+    return save_tree(build, path, team, options)
 
 
 def load_training_state(
@@ -217,56 +206,26 @@ def load_training_state(
     """
     selection = Selection(include, exclude, rename, report)
     team = team_of(process_group)
-    modules, optimizers = team.agree(lambda: _collect_states(model, optimizer))
-
-    def collect_modules() -> dict[str, ModelState]:
-        check_names(more)
-        return {name: model_state(one) for name, one in more.items() if isinstance(one, nn.Module)}
-
-    others = team.agree(collect_modules)
+    run = team.agree(lambda: _Run(model, optimizer, more))
     checkpoint = open_checkpoint(path, team)
     index = team.agree(lambda: checkpoint.index)
-    stored = find_stored_values(index.keys, team)
-    first = {"step": OneLeaf(), **stored.targets}
-    first = {name: one for name, one in first.items() if selection.takes(name)}
-    if optimizer is not None:
-        first["optimizer"] = {GROUPS: OneLeaf()}
-    options: dict[str, Any] = {
-        "strict": strict,
-        "weights_only": weights_only,
-        "verify": verify,
-        "progress_bar": progress_bar,
-    }
-    values = load_opened(checkpoint, lambda: first, team, unexpected="ignore", **options)
+    stored = extra_values.find_stored_values(index.keys, team)
+    streams_of_others = stored.of_other_ranks.get(extra_values.RANDOM_STATE, [])
+    options = LoadOptions(strict, unexpected, weights_only, verify, progress_bar)
+    quiet = options._replace(unexpected="ignore")
+    values = load_opened(checkpoint, lambda: run.list_values(stored, selection), team, quiet)
+    accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
 
     def build() -> dict[str, Any]:
-        asked = {*more, OPTIMIZER_ENTRIES} if optimizer is not None else {*more}
         if strict:
-            _check_rank_counts(asked & stored.of_other_ranks.keys(), stored, team)
-        tree = _build_extra_tree(more, others, stored)
-        if optimizer is not None:
-            is_whole = strict and not selection.is_partial
-            if is_whole:
-                optimizers.check_entries(values.get(OPTIMIZER_ENTRIES))
-            keys, groups = optimizers.select(index.keys, values["optimizer"][GROUPS], selection)
-            values["optimizer"][GROUPS] = groups
-            tree["optimizer"] = optimizers.targets(keys, groups, strict=is_whole)
+            run.check_rank_counts(stored, team)
+        tree = run.list_targets(stored, index.keys, values, selection, strict=strict)
         plain = {name: one for name, one in values.items() if name != "optimizer"}
-        tensors, others_tensors = find_stored_tensors(plain, more, index.keys, team)
-        accounted.extend(others_tensors)
-        return {**tree, **tensors, "model": modules.tree("model")}
+        tensors, others = extra_values.find_stored_tensors(plain, more, index.keys, team)
+        accounted.extend(others)
+        return {**tree, **tensors}
 
-    streams_of_others = stored.of_other_ranks.get(RANDOM_STATE, [])
-    accounted = [*stored.keys, f"optimizer.{GROUPS}", *streams_of_others]
-    loaded = load_opened(
-        checkpoint,
-        build,
-        team,
-        unexpected=unexpected,
-        accounted=accounted,
-        selection=selection,
-        **options,
-    )
+    loaded = load_opened(checkpoint, build, team, options, accounted=accounted, selection=selection)
     if streams_of_others and random_state and team.is_first:
         logger.warning(
             "%s has the random streams of %d ranks, not of %d: they are not restored",
@@ -274,58 +233,87 @@ def load_training_state(
             len(streams_of_others),
             team.size,
         )
-
-    def take_back() -> dict[str, Any]:
-        modules.take_back(loaded["model"])
-        if optimizer is not None:
-            states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
-            optimizers.take_back(states, values.get(OPTIMIZER_ENTRIES) or ())
-        return _restore_extra(more, others, join_tensors(values, loaded), loaded)
-
-    found = team.agree(take_back)
-    streams = values.get(RANDOM_STATE)
+    found = team.agree(lambda: run.take_back(values, loaded))
+    streams = values.get(extra_values.RANDOM_STATE)
     if random_state and streams is not None:
-        team.agree(lambda: set_rank_random_state(streams))
+        team.agree(lambda: extra_values.set_rank_random_state(streams))
     checkpoint.log_figures(team)
     return found
 
 
-def _check_rank_counts(names: Collection[str], stored: StoredValues, team: Team) -> None:
-    problems = [
-        f"{name!r} was saved for each of {len(stored.of_other_ranks[name])} ranks, and {team.size} "
-        "load. Leave it out, or pass strict=False to keep its present state"
-        for name in sorted(names)
-    ]
-    if problems:
-        raise CheckpointingException(titled_list("some values cannot be restored", problems))
+class _Run:
+    """The objects of a run on this rank. No communication."""
 
+    def __init__(self, model: Model, optimizer: Optimizers, more: Mapping[str, Any]) -> None:
+        extra_values.check_names(more)
+        self.modules = model_state(model)
+        self.has_optimizer = optimizer is not None
+        self.optimizers = OptimizerState(optimizer, self.modules, "optimizer")
+        self._more = more
+        self._inner = {
+            name: model_state(one) for name, one in more.items() if isinstance(one, nn.Module)
+        }
 
-def _build_extra_tree(
-    more: Mapping[str, Any], others: Mapping[str, ModelState], stored: StoredValues
-) -> dict[str, Any]:
-    """Return the extra values to fill: values with tensors by name, and values not in the index."""
-    tree: dict[str, Any] = {}
-    for name in more.keys() - stored.of_other_ranks.keys():
-        state = others[name].tree(name) if name in others else state_of(name, more[name])
-        if name not in stored.targets or not isinstance(state, OneLeaf):
-            tree[name] = state
-    return tree
+    def list_values(
+        self, stored: extra_values.StoredValues, selection: Selection
+    ) -> dict[str, Any]:
+        """Return the values of a checkpoint that are read before the tensors."""
+        listed: dict[str, Any] = {"step": OneLeaf(), **stored.targets}
+        listed = {name: one for name, one in listed.items() if selection.takes(name)}
+        return {**listed, "optimizer": {GROUPS: OneLeaf()}} if self.has_optimizer else listed
 
+    def check_rank_counts(self, stored: extra_values.StoredValues, team: Team) -> None:
+        """Raise if a value that is asked for was saved for each of another number of ranks."""
+        asked = {*self._more, *([extra_values.OPTIMIZER_ENTRIES] if self.has_optimizer else [])}
+        problems = [
+            f"{name!r} was saved for each of {len(stored.of_other_ranks[name])} ranks, and "
+            f"{team.size} load. Leave it out, or pass strict=False to keep its present state"
+            for name in sorted(asked & stored.of_other_ranks.keys())
+        ]
+        if problems:
+            raise CheckpointingException(titled_list("some values cannot be restored", problems))
 
-def _restore_extra(
-    more: Mapping[str, Any],
-    others: Mapping[str, ModelState],
-    values: Mapping[str, Any],
-    loaded: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Give objects their state, and return all extra values."""
-    known = {"model", "optimizer", RANDOM_STATE, OPTIMIZER_ENTRIES}
-    found = {name: value for name, value in {**values, **loaded}.items() if name not in known}
-    for name in found.keys() & more.keys():
-        if name in others:
-            others[name].take_back(found[name])
-        elif is_stateful(more[name]):
-            more[name].load_state_dict(found[name])
-        if name in others or is_stateful(more[name]):
-            found[name] = more[name]
-    return dict(sorted(found.items()))
+    def list_targets(
+        self,
+        stored: extra_values.StoredValues,
+        keys: Mapping[str, StoredKey],
+        values: dict[str, Any],
+        selection: Selection,
+        *,
+        strict: bool,
+    ) -> dict[str, Any]:
+        """Return what is filled after the values: tensors, and values not in the index."""
+        tree: dict[str, Any] = {"model": self.modules.tree("model")}
+        for name in self._more.keys() - stored.of_other_ranks.keys():
+            inner = self._inner.get(name)
+            state = inner.tree(name) if inner else extra_values.state_of(name, self._more[name])
+            if name not in stored.targets or not isinstance(state, OneLeaf):
+                tree[name] = state
+        if self.has_optimizer:
+            is_whole = strict and not selection.is_partial
+            if is_whole:
+                self.optimizers.check_entries(values.get(extra_values.OPTIMIZER_ENTRIES))
+            given = values["optimizer"][GROUPS]
+            states, values["optimizer"][GROUPS] = self.optimizers.select(keys, given, selection)
+            tree["optimizer"] = self.optimizers.targets(
+                states, values["optimizer"][GROUPS], strict=is_whole
+            )
+        return tree
+
+    def take_back(self, values: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+        """Give the objects their state, and return the extra values."""
+        self.modules.take_back(loaded["model"])
+        if self.has_optimizer:
+            states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
+            self.optimizers.take_back(states, values.get(extra_values.OPTIMIZER_ENTRIES) or ())
+        known = {"model", "optimizer", extra_values.RANDOM_STATE, extra_values.OPTIMIZER_ENTRIES}
+        every = {**extra_values.join_tensors(values, loaded), **loaded}
+        found = {name: value for name, value in sorted(every.items()) if name not in known}
+        for name in found.keys() & self._more.keys():
+            if name in self._inner:
+                self._inner[name].take_back(found[name])
+            elif extra_values.is_stateful(self._more[name]):
+                self._more[name].load_state_dict(found[name])
+            if name in self._inner or extra_values.is_stateful(self._more[name]):
+                found[name] = self._more[name]
+        return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.checkpoint import make_sharded_tensor_for_checkpoint
-from mcore.parallel.checkpoint.ranks import ONE_RANK, resolve_groups
+from mcore.parallel.checkpoint.builders import ONE_RANK, resolve_groups
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 
 
