@@ -35,7 +35,7 @@ def test_losses_equal_those_of_the_cpu(layout: dict[str, Any], tmp_path: Path) -
     for kind in ("cpu", "standin"):
         train_on_ranks(settings, tmp_path / kind, kind=kind)
     losses = losses_of(tmp_path / "cpu")
-    if settings.bf16:  # the main job normalises in fp32 on a CPU, in bfloat16 elsewhere
+    if settings.bf16:  # LayerNorm is computed in fp32 on a CPU, in bfloat16 elsewhere
         losses = pytest.approx(losses, rel=1e-3)
     assert losses_of(tmp_path / "standin") == losses
     assert len(losses_of(tmp_path / "standin")) == settings.train_iters
