@@ -16,7 +16,7 @@ from pretrain.model.gpt import TransformerLayer
 from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import seed_streams
 from pretrain.settings import Settings
-from pretrain_runs import SMALL, losses_of, train_on_ranks
+from pretrain_runs import SMALL, curve_of, losses_of, train_on_ranks
 from rank_testing import run_ranks
 
 
@@ -100,6 +100,30 @@ def test_fully_sharded_bf16_stays_near_fp32(tmp_path: Path) -> None:
     settings = Settings(tp=1, cp=1, dp=2, fsdp=True, bf16=True, **SMALL)
     train_on_ranks(settings, tmp_path)
     assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "held_out",
+    [
+        {"dp": 1, "pp": 2, "vpp": 4, "num_layers": 8, "micro_batch_size": 1},
+        {"dp": 1, "tp": 2, "seq_length": 33},
+        {"dp": 2, "fsdp": True, "seq_length": 17, "micro_batch_size": 1, "clip_grad": 0.02},
+        {"dp": 1, "cp": 2, "pp": 2, "seq_length": 36, "micro_batch_size": 2, "clip_grad": 0.02},
+        pytest.param(
+            {"dp": 1, "tp": 2, "pp": 4, "num_layers": 4, "micro_batch_size": 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["vpp4", "odd-length", "odd-length-clipped", "pp2-cp2-clipped", "pp4-tp2"],
+)
+def test_layouts_beyond_the_table_equal_the_plain_model(
+    held_out: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = Settings(**{**SMALL, **held_out})
+    train_on_ranks(settings, tmp_path)
+    if settings.clip_grad < 1:
+        assert min(curve_of(tmp_path, "grad-norm").values()) > settings.clip_grad
+    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
 
 
 def test_a_padded_vocabulary_changes_nothing(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class _Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -68,14 +71,14 @@ class _Event:
 
 
 _ANSWERS = {
-    "current_device": lambda: 0,
+    "current_device": lambda: "cpu",  # in backward the mode above is off
     "device_count": lambda: 1,
     "set_device": lambda *_, **__: None,
     "synchronize": lambda *_, **__: None,
     "empty_cache": lambda *_, **__: None,
     "_lazy_init": lambda *_, **__: None,
     "_lazy_call": lambda call, **_: call(),
-    "default_generators": (torch.default_generator,),
+    "default_generators": dict.fromkeys((0, "cpu"), torch.default_generator),
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
     "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +15,22 @@ import pytest
 
 from mcore_migrate.files import python_files, read
 from mcore_migrate.rewrite import rewrite
+from mcore_migrate.serving import _compare_order
 from mcore_migrate.table import read_table
 
 TABLE = read_table()
+ROOTS = {"megatron.core": "core", "megatron_fsdp": "fsdp"}
+_RELEASES = re.compile(r"(by keyword )?(core|fsdp|Bridge) ([\d.]+)(?: to ([\d.]+))?")
+
+
+def number(release: str) -> tuple[int, ...]:
+    """The first two numbers of a release."""
+    return tuple(map(int, release.split(".")[:2]))
+
+
+INSTALLED = {
+    name: number(importlib.metadata.version(f"megatron-{name}")) for name in ROOTS.values()
+}
 
 
 @pytest.mark.parametrize(("package", "at_least"), [("megatron.core", 40), ("megatron_fsdp", 2)])
@@ -31,6 +47,31 @@ def test_a_package(package: str, at_least: int) -> None:
         for module, name in imports_of(one.source):
             assert hasattr(importlib.import_module(module), name)
         assert rewrite(one.source, TABLE).source == one.source
+
+
+def test_rows_of_the_page_hold_for_the_installed_releases() -> None:
+    """Names, and the positions of their arguments."""
+    found: dict[tuple[str, str, str, str], set[str]] = {}
+    for path, home in TABLE.homes.items():
+        module, _, name = path.rpartition(".")
+        kind = next((kind for root, kind in ROOTS.items() if module.startswith(root)), "")
+        if not kind:
+            continue
+        row = found.setdefault((name, home.module, home.releases, kind), set())
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            theirs = getattr(importlib.import_module(module), name)
+            ours = getattr(importlib.import_module(home.module), name)
+            row.add("by keyword " if _compare_order(theirs, ours) else "same")
+    assert len(found) > 120
+    wrong = []
+    for (name, _, releases, kind), states in found.items():
+        stated = {
+            order or "same"
+            for order, package, first, last in _RELEASES.findall(releases)
+            if package == kind and number(first) <= INSTALLED[kind] <= number(last or first)
+        }
+        wrong += [(name, kind, states)] if states != stated else []
+    assert wrong == []
 
 
 def imports_of(source: bytes) -> Iterator[tuple[str, str]]:

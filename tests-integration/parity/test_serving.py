@@ -105,6 +105,7 @@ def test_losses_weights_and_checkpoints_are_megatrons(job: str, tmp_path: Path) 
     assert moved.read_text() == source  # it saves with Megatron's checkpoints
     converted = source.replace(ENTRIES, f"convert({ENTRIES})")
     moved.write_text(converted.replace("\nSTEPS", f"\n{CONVERT}\n\nSTEPS", 1))
+    assert migrate(["--check", str(moved)]) == 1
     assert migrate([str(moved)]) == 0
     assert "from mcore.modules import unwrap_model" in moved.read_text()
     train(tmp_path / "rewritten", job, str(moved))

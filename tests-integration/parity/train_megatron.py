@@ -60,7 +60,7 @@ def build(tp: int, pp: int, ep: int) -> tuple[Any, Any]:
     experts: dict[str, Any] = {"num_moe_experts": 2 * ep} if ep > 1 else {}
     if experts:
         moe_utils.te_general_gemm = None  # 0.16.1 asks for it although it is not defined without TE
-        experts |= {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+        experts |= {"moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,

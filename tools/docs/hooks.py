@@ -24,6 +24,7 @@ RESULTS = {
     "results/verdicts.md": "tools/docs/verdicts.md",
     "results/layouts.md": "tools/docs/layouts.md",
     "results/faults.md": "tools/docs/faults.md",
+    "results/scale.md": "tools/docs/scale.md",
 }
 MORE_GUIDES = {
     "guides/differences.md": "tools/docs/differences.md",

@@ -176,12 +176,13 @@ def train_plain(
         betas=(0.9, 0.95),
     )
     losses, norms = [], []
+    limit = settings.clip_grad or math.inf
     for step in range(1, (steps or settings.train_iters) + 1):
         loss = loss_of(step)
         losses.append(loss.item())
         optimizer.zero_grad()
         torch.autograd.backward(loss)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         if step <= settings.warmup_iters:
             rate = settings.lr * step / settings.warmup_iters
         else:

@@ -63,7 +63,7 @@ def _read_slots() -> list[str]:
 def find_problem() -> str | None:
     """Return why this torch cannot have the stand-in, None if it can."""
     has_devices = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-    if not has_devices or not set(_METHODS) <= set(_read_slots()):
+    if not has_devices or not _HEADER.exists() or not set(_METHODS) <= set(_read_slots()):
         return f"torch {torch.__version__} has no devices written in Python"
     # The stand-in itself is the accelerator once it is registered.
     if torch._C._get_accelerator().type not in ("cpu", NAME) or torch.version.cuda is not None:

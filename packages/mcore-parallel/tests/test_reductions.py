@@ -23,9 +23,15 @@ from mcore.parallel import (
 from mcore.parallel.agreement import max_or_raise
 from mcore.parallel.reductions import encode_double, encode_double_tensor
 from rank_testing import run_ranks
+from standin.guard import find_problem
 
 NAN = math.nan
 INF = math.inf
+
+lacks_device = pytest.mark.skipif(find_problem() is not None, reason=f"{find_problem()}")
+each_group = pytest.mark.parametrize(
+    "init", ["gloo", pytest.param("standin:standin_nccl", marks=lacks_device)]
+)
 
 # what ranks 0 and 1 give, what both get
 STATS: list[tuple[Any, Any, float | None]] = [
@@ -120,8 +126,9 @@ def reduce_everything() -> tuple[list[Any], list[Any], list[Any]]:
     return stats, flags, reports
 
 
-def test_every_case_on_two_ranks() -> None:
-    for rank, (stats, flags, reports) in enumerate(run_ranks(reduce_everything, 2)):
+@each_group
+def test_every_case_on_two_ranks(init: str) -> None:
+    for rank, (stats, flags, reports) in enumerate(run_ranks(reduce_everything, 2, init=init)):
         for case, found in zip(STATS, stats, strict=True):
             assert same(found, case[2]), (rank, case, found)
         for case, found in zip(FLAGS, flags, strict=True):
@@ -159,8 +166,9 @@ def reduce_one_step() -> tuple[Any, list[str]]:
     return result, calls
 
 
-def test_a_step_is_one_collective() -> None:
-    first, second = run_ranks(reduce_one_step, 2)
+@each_group
+def test_a_step_is_one_collective(init: str) -> None:
+    first, second = run_ranks(reduce_one_step, 2, init=init)
     assert first[1] == second[1] == ["torch.int64 (64,)"]
     assert same(first[0][0], {"norm": 0.1, "zeros": None, "scale": 8.0})
     assert same(second[0][0], {"scale": 8.0, "norm": 0.1, "zeros": None})
@@ -203,8 +211,9 @@ def bad_values_on_rank_1() -> list[str]:
     ]
 
 
-def test_what_one_rank_cannot_encode_raises_on_all() -> None:
-    first, second = run_ranks(bad_values_on_rank_1, 2)
+@each_group
+def test_what_one_rank_cannot_encode_raises_on_all(init: str) -> None:
+    first, second = run_ranks(bad_values_on_rank_1, 2, init=init)
     kinds = [found.split(":")[0] for found in second[:10]]
     assert kinds == [
         *("TypeError", "TypeError", "ValueError", "TypeError", "TypeError", "OverflowError"),

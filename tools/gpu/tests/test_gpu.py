@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TESTS = """
 import time, pytest, standin
-def test_passes(): assert standin.NAME == "standin"
+def test_passes(): assert standin.launches
 def test_fails(): assert 1 == 2
 def test_hangs(): time.sleep(90)
 def test_skips(): pytest.skip("not today")
@@ -27,7 +27,7 @@ def test_the_command_reports_every_problem(tmp_path):
     command = ["bash", ROOT / "tools/gpu/run.sh", tmp_path, "--device", "standin"]
     done = subprocess.run(
         [*command, "--tests", tmp_path, "--steps", "2"], capture_output=True, text=True,
-        env={**os.environ, "PYTHON": sys.executable, "GPU_TEST_LIMIT_S": "2"},
+        env={**os.environ, "PYTHON": sys.executable, "GPU_TEST_LIMIT_S": "4"},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
@@ -36,10 +36,8 @@ def test_the_command_reports_every_problem(tmp_path):
     assert outcomes["test_fails"] == outcomes["test_hangs"] == "failed"
     assert outcomes["test_skips"] == outcomes["test_has"] == "skipped without need"
     assert outcomes["test_lacks"] == outcomes["test_two"] == "skipped"
-    assert outcomes["rows"] == outcomes["steps of the main job"] == "passed"
+    assert outcomes["rows"] == outcomes["main job"] == "passed"
     rows = [line for line in lines if line["kind"] == "row"]
-    assert len(rows) > 12
-    assert all(row["outcome"] == "passed" and row["ours_s"] > 0 for row in rows)
-    page = (tmp_path / "gpu.md").read_text()
-    assert lines[0]["facts"]["machine"] in page
-    assert "test_skips: skipped without need: Skipped: not today" in page
+    assert sum(row["outcome"] == "passed" and row["ours_s"] > 0 for row in rows) == len(rows) > 12
+    assert "Skipped: not today" in (tmp_path / "gpu.md").read_text()
+    assert "test_it.py::test_hangs: failed: " in done.stdout

@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
         if found.results:
             _print(found, options)
         print(
-            f"interrupted after {found.count} rewritten files; the others are as before",
+            f"interrupted after {found.count} rewritten files. The others are as before",
             file=sys.stderr,
         )
         return _INTERRUPTED

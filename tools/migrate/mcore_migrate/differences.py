@@ -61,7 +61,7 @@ _ENTRIES = (
     "mcore.modules.to_megatron_sharded_state_dict"
 )
 _CONTROLLER = (
-    "the controller answers on loopback and changes with POST only; "
+    "the controller answers on loopback and changes with POST only. "
     "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it"
 )
 # Differences of every call.
@@ -73,10 +73,10 @@ _ALWAYS = {
     "local_multi_tensor_applier": "a flag that it hands on is an integer tensor with one "
     "element (a float one is refused) or None",
     "local_multi_tensor_l2_norm": "is more exact, so clipped gradients and losses differ in the "
-    "last bit, and sets the flag for a norm that is not finite; the flag is an integer tensor with "
+    "last bit, and sets the flag for a norm that is not finite. The flag is an integer tensor with "
     "one element (a float one is refused) or None",
     "local_multi_tensor_scale": "multiplies in float32, so clipped gradients and losses differ in "
-    "the last bit, and sets the flag for sources that are not finite; the flag is an integer "
+    "the last bit, and sets the flag for sources that are not finite. The flag is an integer "
     "tensor with one element (a float one is refused) or None",
     "StragglerDetector": _CONTROLLER,
     "__straggler__": _CONTROLLER,

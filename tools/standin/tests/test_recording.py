@@ -50,7 +50,6 @@ NO_WAITS = {
     "index": lambda x: x[x.long()],
     "fill by a mask": lambda x: x.masked_fill_(x > 1, 0),
     "number by a mask": lambda x: x.__setitem__(x > 1, 0),
-    "event": lambda x: torch.accelerator.current_stream().record_event(),
     "stream": lambda x: torch.Stream(x.device).wait_stream(torch.accelerator.current_stream()),
     "repeats of a known number": lambda x: torch.repeat_interleave(x.long(), output_size=6),
 }

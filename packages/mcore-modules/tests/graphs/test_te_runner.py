@@ -213,6 +213,12 @@ def on_cuda(monkeypatch, new_te):
     return captured
 
 
+@pytest.mark.parametrize("retained", [False, True])
+def test_the_configuration_keeps_the_autograd_graph(on_cuda, retained):
+    call = on_cuda(cuda_graph_retain_backward_graph=retained)
+    assert call["retain_graph_in_backward"] is retained
+
+
 @pytest.mark.parametrize(
     ("fields", "name", "options"),
     [

@@ -228,7 +228,7 @@ def test_runs_are_compared_by_a_pattern(tmp_path, capsys):
     for number in (1, 2, 3):
         JsonlSink(tmp_path / f"lr-{number}" / "metrics.jsonl").log({"loss": float(number)}, 1)
     JsonlSink(tmp_path / "other" / "metrics.jsonl").log({"loss": 9.0}, 1)
-    assert main(["compare", str(tmp_path / "lr-*"), str(tmp_path / "lr-1")]) == 0
+    assert main(["compare", str(tmp_path / "lr-*")]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split()[:5] == ["metric", "step", "lr-1", "lr-2", "lr-3"]
     assert row.split()[:7] == ["loss", "1", "1", "2", "3", "+100.0%", "+200.0%"]
@@ -247,7 +247,7 @@ def test_show_follows_a_run_until_ctrl_c(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log({"loss": 4.0}, 1)
     looking = Script(FOLLOW, str(tmp_path), env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    looking.wait_until_printed("loss    1-1", 300)
+    looking.wait_until_printed("1-1", 300)
     sink.log({"loss": 0.125}, 2)
     looking.wait_until_printed("0.125", 300)
     os.kill(looking.pid, signal.SIGINT)

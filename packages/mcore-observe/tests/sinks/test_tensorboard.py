@@ -74,10 +74,8 @@ def test_the_hparams_tab_shows_the_settings_and_all_scalars(tmp_path):
     provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
     context = backend_context.Context(TBContext(data_provider=provider))
     asked = RequestContext()
-    metadata = context.hparams_metadata(asked, "")
-    shown = context.experiment_from_metadata(
-        asked, "", True, metadata, context.hparams_from_data_provider(asked, "")
-    )
+    known = context.hparams_metadata(asked, ""), context.hparams_from_data_provider(asked, "", 100)
+    shown = context.experiment_from_metadata(asked, "", True, *known)
     sizes = [one for one in shown.hparam_infos if one.name == "train.micro_batch_size"]
     assert [value.string_value for one in sizes for value in one.domain_discrete.values] == ["8"]
     assert "loss" in {one.name.tag for one in shown.metric_infos}

@@ -539,19 +539,20 @@ def test_existing_methods_can_be_timed_and_put_back(detector):
 
 
 def test_reports_come_by_the_clock(detector, clock, monkeypatch):
-    """After 16 steps, then after as many as fit into the time, by what steps took."""
+    """Every 16 steps until the noise is known, then after as many as fit into the time."""
     now = [0.0]
     monkeypatch.setattr("mcore.observe.straggler.reporter.time.monotonic", lambda: now[0])
     configured(detector, report_every_s=60.0)
     reported = []
-    for step in range(1, 241):
-        now[0] += 1.0 if step <= 16 + 60 else 3.0
+    for step in range(1, 400):
+        now[0] += 1.0 if step <= 17 * 16 else 3.0
         clock.range(detector, 10)
         if detector.report_if_due(1e9):
             reported.append((step, detector.last_report.log_interval))
             assert detector.last_report.total_flops == reported[-1][1] * 1e9
-    assert reported == [(16, 16), (76, 60), (136, 60), (156, 20), (176, 20), (196, 20), (216, 20),
-                        (236, 20)]  # fmt: skip
+    # A rank alone needs 15 reports.
+    first = [(16 * number, 16) for number in range(1, 17)]
+    assert reported == [*first, (316, 60), (340, 24), (360, 20), (380, 20)]
     StragglerDetector.reset_singleton()
     with pytest.raises(ValueError, match="report_every_s is 0; give seconds above 0"):
         configured(StragglerDetector(), report_every_s=0)

@@ -91,7 +91,7 @@ def _show(options: argparse.Namespace) -> Iterator[str]:
 
 def _compare(options: argparse.Namespace) -> Iterator[str]:
     paths = [sorted(glob.glob(path)) or [path] for path in options.runs]
-    runs = [Run.read(path) for path in dict.fromkeys(itertools.chain(*paths))]
+    runs = [Run.read(path) for path in itertools.chain(*paths)]
     if len(runs) < 2:
         raise ValueError(f"{options.runs[0]} is one run: give two or more")
     yield from compare(runs, options.metric)

@@ -143,7 +143,7 @@ def start_memory_history_recording(profiling: Any) -> None:
 def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     """Save ``{base}_{rank}{extension}`` if this is the last step of the profile on this rank.
 
-    A failure gives a warning, never an exception. No communication.
+    A failure is a warning, never an exception. No communication.
     """
     if profiling is None or getattr(profiling, "profile_step_end", None) != iteration:
         return
@@ -223,7 +223,7 @@ def _open_nvml_reader() -> Callable[[], int]:
 class EnergyMonitor:
     """Reads the energy counter of each rank's GPU and sums it over the job.
 
-    Every rank takes part in every sum. If a rank cannot read its GPU, the sum is NaN.
+    Every rank is part of every sum. If a rank cannot read its GPU, the sum is NaN.
 
     Args:
         read_mj: Returns the energy in millijoules that this rank's device has used so far. None

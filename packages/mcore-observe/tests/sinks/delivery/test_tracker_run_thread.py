@@ -1,6 +1,7 @@
 """The thread of a run: order, full calls, outages, hanging calls and the end."""
 
 import logging
+import statistics
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore.observe import JsonlSink
 from mcore.observe.sinks.delivery import tracker_run
 from mcore.observe.sinks.delivery.spool import Spool, read_spool
 from mcore.observe.sinks.delivery.tracker_run import TrackerRun
@@ -201,6 +203,27 @@ def test_a_hanging_call_delays_nothing():
     server.gate.set()
     sender.close()
     assert steps(server.calls)[-10:] == list(range(190, 200))
+
+
+def test_a_step_costs_about_as_much_as_a_line_of_json_while_the_server_hangs(tmp_path):
+    server = Server()
+    run = Run(server.send, spool=Spool(tmp_path, "tracker", {}), linger_s=0.0, closing_s=0.1)
+    file = JsonlSink(tmp_path / "metrics.jsonl")
+    server.gate.clear()
+    ours_ns, lines_ns = [], []
+    for step in range(2000):
+        began_ns = time.thread_time_ns()
+        run.put(step, 5)
+        ended_ns = time.thread_time_ns()
+        file.log({f"m{i}": float(step) for i in range(5)}, step)
+        ours_ns.append(ended_ns - began_ns)
+        lines_ns.append(time.thread_time_ns() - ended_ns)
+    assert server.calls == []
+    assert statistics.median(ours_ns) < 5 * statistics.median(lines_ns)
+    run.close("KILLED")
+    (path,) = tmp_path.glob("*.spool.jsonl")
+    assert [one.step for one in read_spool(path).entries.values()] == list(range(2000))
+    server.gate.set()
 
 
 def test_values_that_do_not_fit_into_memory_wait_on_the_disk_for_a_replay(tmp_path, caplog):

@@ -86,7 +86,7 @@ def test_files_of_dead_processes_are_removed_by_the_next_start(listen, caches):
     foreign = caches / "another-machine-127.0.0.1-5000"
     foreign.write_text("token")
     before = set(caches.iterdir())
-    listener, _ = listen()
+    listen()
     after = set(caches.iterdir())
     assert foreign in after  # the locks of other machines are not known here
     assert len(before - after) == len(after - before) == 1

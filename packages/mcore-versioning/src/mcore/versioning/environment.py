@@ -71,8 +71,7 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
         # A source tree on the path, or a module of another distribution.
         if spec is None:
             return PackageState(name)
-        bare_folder = _describe_bare_folder(module, spec)
-        if bare_folder is not None:
+        if bare_folder := _describe_bare_folder(module, spec):
             return PackageState(name, reason=bare_folder)
         version = _read_version_in_source(spec)
         place = f"{module} at {_get_location(spec)}"

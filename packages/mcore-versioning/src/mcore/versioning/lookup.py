@@ -115,8 +115,7 @@ class InstalledPackage:
             return None
         except (KeyError, TypeError, ValueError):
             text = None  # no name, an entry of sys.path that is no path, not UTF-8
-        text = text or recorded_version(self.distribution)
-        return self._record_version(self.distribution, text)
+        return self._record_version(self.distribution, text or recorded_version(self.distribution))
 
     def _read_owner_version(self) -> str | None:
         """Return the version of the distribution that installed a module of another name."""

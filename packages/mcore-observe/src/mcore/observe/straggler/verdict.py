@@ -30,7 +30,8 @@ number of ranks, of windows and, for sections, by their number (Bonferroni). Few
 the multiple larger, as with Student's distribution.
 
 Past. Values of the last 3 or 5 reports are compared with the mean of the 15 before them in the same
-way, if ``individual_threshold`` is exceeded, by default 0.96 for a rank without peers. This ends once the slow values are the past.
+way, if ``individual_threshold`` is exceeded, by default 0.96 for a rank without peers. This ends
+once the slow values are the past.
 
 Memory. 20 values per rank and time, and up to 256 for at most 512 ranks.
 
@@ -38,7 +39,7 @@ It cannot find a rank that was slow for fewer than three reports, or in less tha
 same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
 change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
 recognised only after about 30 reports. Of the first 24 reports of 8 ranks with such noise (5 %, of
-which 90 % remain in the next report), 44 in 1,000 name a healthy rank.
+which 90 % remain in the next report), 110 in 1,000 name a healthy rank, and 20 of 2 ranks.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ from typing import TypeAlias
 import torch
 
 _WINDOWS = ((3, 3), (5, 4), (10, 8), (20, 16))  # reports, and how many of them have to be slow
+_SIZES = torch.tensor([size for size, _ in _WINDOWS])
 _NUM_RECENT = 20
 _PAST_WINDOWS = _WINDOWS[:2]
 _NUM_EARLIER = 15
 _NUM_NEIGHBOURS = 5
 _MANY = 16  # ranks whose spread shows lasting differences
-_FEWEST, _FEWEST_OF_ONE, _FEWEST_OF_MANY = 12, 15, 5  # reports, by number of ranks
+_FEWEST, _FEWEST_OF_FEW, _FEWEST_OF_MANY = 8, {1: 15, 2: 10}, 5  # reports, by number of ranks
 _LEAST_MEASUREMENTS = 8  # of noise
 _INDIVIDUAL_ALONE = 0.96  # instead of the default
 _NUM_SAMPLED, _MOST_MEASURED = 512, 8192  # ranks, and values of them, for the noise
@@ -170,9 +172,8 @@ class _SlowRanks:
     @property
     def is_ready(self) -> bool:
         """Whether the noise is known."""
-        if self._num == 1:
-            return self._num_reports >= _FEWEST_OF_ONE
-        return self._num_reports >= (_FEWEST_OF_MANY if self._num >= _MANY else _FEWEST)
+        fewest = _FEWEST_OF_MANY if self._num >= _MANY else _FEWEST_OF_FEW.get(self._num, _FEWEST)
+        return self._num_reports >= fewest
 
     def judge(
         self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float
@@ -199,30 +200,32 @@ class _SlowRanks:
         self._age = (self._age + 1) * ~known
         self._found = {}
         if self.is_ready:
-            noise = _Noise(self._measured, min(self._num_reports, len(self._measured)), self._num)
+            num_measured = min(self._num_reports, len(self._measured))
+            # Measured only if a rank is slow enough to matter.
+            noise = functools.cache(lambda: _Noise(self._measured, num_measured, self._num))
             least = compute_least_excess(math.exp(middle + quartile.item()), iteration_ms)
-            if noise.weight >= _LEAST_MEASUREMENTS:
-                self._found = self._compare_with_past(noise, least)
-                self._found |= self._compare_with_peers(noise, least, num_known, place)
+            self._found = self._compare_with_past(noise, least)
+            self._found |= self._compare_with_peers(noise, least, num_known, place)
         return self._found
 
-    def _compare_with_peers(self, noise: _Noise, least: float, num_known: int, place: int) -> Found:
+    def _compare_with_peers(
+        self, noise: Callable[[], _Noise], least: float, num_known: int, place: int
+    ) -> Found:
         """Find ranks that are slower than the faster half of their peers."""
         if num_known < 2:
             return {}
-        # The variance of a lower quartile of n normal values is 1.86 / n.
-        factor = math.sqrt(1 + 1.86 / num_known)
         return self._test_windows(
             noise,
             _WINDOWS,
-            self._quartiles[:, None],
-            factor=factor,
-            bias=max(0.0, -expected_place(place, num_known) * noise.sigma),
+            self._recent - self._quartiles[:, None],
             least=max(least, self._relative),
-            measure=noise.measure_windows,
+            measure=_Noise.measure_windows,
+            place=max(0.0, -expected_place(place, num_known)),
+            # The variance of a lower quartile of n normal values is 1.86 / n.
+            factor=math.sqrt(1 + 1.86 / num_known),
         )
 
-    def _compare_with_past(self, noise: _Noise, least: float) -> Found:
+    def _compare_with_past(self, noise: Callable[[], _Noise], least: float) -> Found:
         """Find ranks that have become slower while their peers have not."""
         latest = _PAST_WINDOWS[-1][0]
         if self._num_reports < 2 * _NUM_NEIGHBOURS + latest:
@@ -231,45 +234,47 @@ class _SlowRanks:
         return self._test_windows(
             noise,
             _PAST_WINDOWS,
-            usual[None],
-            factor=1.0,
-            bias=0.0,
+            self._recent[-latest:] - usual,
             least=max(least, self._individual),
-            measure=noise.measure_changes,
+            measure=_Noise.measure_changes,
         )
 
     def _test_windows(
         self,
-        noise: _Noise,
+        measure_noise: Callable[[], _Noise],
         windows: Sequence[tuple[int, int]],
-        usual: torch.Tensor,
+        leads: torch.Tensor,
         *,
-        factor: float,
-        bias: float,
         least: float,
-        measure: Callable[[int], float],
+        measure: Callable[[_Noise, int], float],
+        place: float = 0.0,
+        factor: float = 1.0,
     ) -> Found:
-        """Find ranks above the usual values ``[reports, 1 or num]``: level, count and size.
+        """Find ranks by their leads over the usual values ``[reports, num]``: level, count, size.
 
         ``measure`` returns the standard deviation of the mean of a window, and ``factor`` is that
-        of a difference from the usual values.
+        of a lead. ``place`` is the expected lead of equal ranks. Both are in units of the noise.
         """
         found: Found = {}
+        # The means of all windows at once: most reports end here, and a small operation of torch
+        # takes as long as one over many ranks.
+        sizes = _SIZES[: len(windows)]
+        means = leads.flip(0).cumsum(0).index_select(0, sizes - 1) / sizes[:, None]
+        means.masked_fill_(self._age > _NUM_RECENT, torch.nan)
+        matters = (means >= least).any(dim=1).tolist()
+        if not any(matters) or (noise := measure_noise()).weight < _LEAST_MEASUREMENTS:
+            return found
+        bias = place * noise.sigma
         chance = self._chance / len(windows)
         multiple = _compute_multiple(chance, noise.weight)
-        for size, count in windows:
-            if size > self._num_reports:
-                break
-            leads = self._recent[-size:] - usual[-size:]
-            excess = leads.mean(dim=0)
-            excess[self._age > _NUM_RECENT] = torch.nan
+        for (size, count), excess, may_be_slow in zip(windows, means, matters, strict=True):
             limit = max(least, bias + multiple * factor * noise.sigma / math.sqrt(size))
-            if not (excess >= limit).any():
+            if not may_be_slow or not (excess >= limit).any():
                 continue
-            sigma = factor * max(measure(size), _measure_spread(excess))
+            sigma = factor * max(measure(noise, size), _measure_spread(excess))
             index = (excess >= max(limit, bias + multiple * sigma)).nonzero().flatten()
             needed = bias + noise.find_quantile(size, count, chance)
-            is_above = leads[:, index] > (excess[index] / 2).clamp(min=needed)
+            is_above = leads[-size:, index] > (excess[index] / 2).clamp(min=needed)
             index = index[is_above.sum(dim=0) >= count]
             z = ((excess[index].double() - bias) / sigma).tolist()
             for each, distance in zip(index.tolist(), z, strict=True):
@@ -343,8 +348,7 @@ class _Noise:
         growth = _GROWTH + self._factor / math.sqrt(past.numel())
         if len(sigmas) < 2 or sigmas[-1] < growth * sigmas[0]:
             return 0.0
-        # Extrapolated: the longest lag of a short past is too short.
-        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE)) ** 2
+        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE))
 
     def _average(self, size: int, *, until: int) -> torch.Tensor:
         past = self._past[:-until]

@@ -22,6 +22,8 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
+from mcore.parallel.checkpoint.hugging_face.hf_folder import load_hf, save_hf
+from mcore.parallel.checkpoint.hugging_face.names import HFTensor, gpt2_names, llama_names
 from mcore.parallel.checkpoint.load import load_sharded_state_dict
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
 from mcore.parallel.checkpoint.planning.validation import (
@@ -56,6 +58,7 @@ __all__ = [
     "CheckpointingException",
     "CommonStateDict",
     "DamagedCheckpointError",
+    "HFTensor",
     "LoadReport",
     "LocalNonpersistentObject",
     "ReplicaId",
@@ -71,11 +74,14 @@ __all__ = [
     "StateDict",
     "describe_shards",
     "ensure_metadata_has_dp_cp_group",
+    "gpt2_names",
     "is_complete_checkpoint",
     "is_main_replica",
     "keep_last",
     "latest_checkpoint",
     "list_checkpoints",
+    "llama_names",
+    "load_hf",
     "load_sharded_state_dict",
     "load_training_state",
     "make_sharded_object_for_checkpoint",
@@ -83,6 +89,7 @@ __all__ = [
     "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "remove_incomplete",
+    "save_hf",
     "save_sharded_state_dict",
     "save_training_state",
     "sharded_state_dict_default",

@@ -17,13 +17,19 @@ _DESCRIPTION = """\
 List, describe, check, compare and convert checkpoints.
 
 PATH is a checkpoint of this package or of torch.distributed.checkpoint, or the folder of a run with
-checkpoints step_N in it. No code in a checkpoint is run. Only to-torch loads a whole checkpoint.
+checkpoints step_N in it. No code in a checkpoint is run. Only to-torch, to-hf and from-hf load all
+their tensors into memory.
 """
 _EXIT_CODES = """\
 exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: anything else: the
 arguments are wrong, a path cannot be read or written, or the memory does not suffice.
 """
-_MODULES = {"ls": "listing", "show": "listing", "to-torch": "listing"}
+_MODULES = {
+    **dict.fromkeys(("ls", "show", "to-torch"), "inspection.listing"),
+    "verify": "inspection.verify",
+    "diff": "inspection.diff",
+    **dict.fromkeys(("to-hf", "from-hf"), "hugging_face.hf_folder"),
+}
 _BROKEN_PIPE = 128 + 13  # the exit code of a shell for a program that SIGPIPE ended
 
 
@@ -56,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: str, **arguments: Any) -> int:
     """Run a command. Each imports only the modules that it needs, which takes seconds."""
-    module = importlib.import_module(
-        f"mcore.parallel.checkpoint.inspection.{_MODULES.get(command, command)}"
-    )
+    module = importlib.import_module(f"mcore.parallel.checkpoint.{_MODULES[command]}")
     code: int = getattr(module, command.replace("-", "_"))(**arguments)
     return code
 
@@ -90,6 +94,13 @@ def _build_parser() -> argparse.ArgumentParser:
     diff.add_argument("other", metavar="OTHER", help="the new checkpoint")
     to_torch = add("to-torch", "write a checkpoint as one file for torch.load, in host memory")
     to_torch.add_argument("file", metavar="FILE", help="the new file, which must not exist")
+    to_hf = add("to-hf", "write a checkpoint as a folder of Hugging Face, in host memory")
+    from_hf = add("from-hf", "write a folder of Hugging Face as a checkpoint", "the folder")
+    for command in (to_hf, from_hf):
+        command.add_argument("new", metavar="NEW", help="the new folder, which must not exist")
+        command.add_argument("--prefix", default="", help="a start of keys that names lack")
+    to_hf.add_argument("--config", metavar="FILE", help="the config.json of the model")
+    to_hf.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="such as 5GB")
     for command in (ls, show):
         command.add_argument(
             "keys", metavar="KEY", nargs="*", help="only these keys; wildcards: *, ?, [...]"

@@ -55,8 +55,8 @@ class ProcessGroups(_Owner):
     None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
     is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
     Making an object does no communication, but :meth:`from_sizes` and :meth:`from_mesh` do.
-    A function that takes a group and names a field as its default also takes a ProcessGroups or a
-    ProcessGroupCollection of megatron-core, and uses that field of it.
+    For a parameter that is a group, functions also accept a ProcessGroups or a
+    ProcessGroupCollection of megatron-core. They use the field that is the parameter's default.
 
     ``copy.deepcopy`` of an object that holds a ProcessGroups, such as a config, shares it. Pickling
     a ProcessGroups with groups is a TypeError, since another process cannot use them.

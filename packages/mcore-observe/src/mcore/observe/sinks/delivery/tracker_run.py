@@ -192,7 +192,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
             Exception: An error of the tracker for metrics sent earlier.
         """
         if self._ended:
-            raise RuntimeError(f"the {self._name} run {self.run_id} was closed; open it again")
+            raise RuntimeError(f"the {self._name} run {self.run_id} was closed: open another one")
         numbers = list(plain_numbers(self._rename(metrics)).items())
         self.num_logged += len(numbers)
         time_ms = int((time.time() if time_s is None else time_s) * 1000)

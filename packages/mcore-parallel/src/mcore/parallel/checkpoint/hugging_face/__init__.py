@@ -1,0 +1,1 @@
+"""Folders of Hugging Face: safetensors with an index, in the names of transformers."""

@@ -1,0 +1,146 @@
+"""The measured items. The docstring of each is its text on the page."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.peers import simulated_world
+from mcore.observe.straggler.exchange import ELAPSED, ETPT, GatheredRows, encode_row
+from mcore.observe.straggler.outliers import PastReports
+from mcore.observe.straggler.ranges import SectionStats
+from mcore.observe.straggler.report import RankComparison
+from mcore.observe.straggler.server.routes import ControllerState, Router
+from mcore.parallel import FSDPDistributedIndex, ProcessGroups
+from mcore.parallel.checkpoint import ShardedTensor, describe_shards
+from mcore.parallel.checkpoint.files import manifest as manifests
+from mcore.parallel.checkpoint.files.places import place_of
+from mcore.parallel.checkpoint.planning.validation import encode_records
+from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
+from mcore.parallel.checkpoint.state_tree import flatten_state_dict
+from scale.meter import Item, Meter
+
+_TENSORS, _ROWS, _WIDTH = 20, 4, 8  # of each rank
+_SECTIONS = ("compute", "data", "forward", "backward")
+_REPORTS = 8  # a verdict needs several
+
+
+def from_sizes(meter: Meter) -> None:
+    """`ProcessGroups.from_sizes` with tp 8, cp 2, pp 8, ep 8, on every rank.
+
+    Every rank calls torch's `new_group` for each group of the world, which takes most of the time.
+    """
+    with simulated_world(meter.ranks), meter.role("each"):
+        ProcessGroups.from_sizes(tp=8, cp=2, pp=8, ep=8, expt_tp=1)
+
+
+def from_mesh(meter: Meter) -> None:
+    """`ProcessGroups.from_mesh` of five dimensions, after torch's `init_device_mesh` of them."""
+    names, sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), (8, 2, meter.ranks // 256, 2, 8)
+    with simulated_world(meter.ranks):
+        with meter.role("torch, the mesh"):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        with meter.role("each"):
+            ProcessGroups.from_mesh(mesh)
+
+
+def fsdp_index(meter: Meter) -> None:
+    """`FSDPDistributedIndex` of a hybrid mesh, on every rank."""
+    sizes = (4, meter.ranks // 32, 8)
+    with simulated_world(meter.ranks):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
+        hybrid = mesh["dp_outer", "dp_shard"]._flatten("hybrid").get_group()
+        with meter.role("each"):
+            FSDPDistributedIndex(mesh, "dp_shard", "dp_outer", "tp", hybrid)
+
+
+def save_plan(meter: Meter) -> None:
+    """The plan of a save of 20 tensors a rank: descriptions, then writers and checks on rank 0."""
+    data = torch.empty(_ROWS, _WIDTH, device="meta")
+    names, cut = [f"layer.{number}" for number in range(_TENSORS)], (0, 0, meter.ranks)
+    tree = {name: ShardedTensor.from_rank_offsets(name, data, cut) for name in names}
+    with meter.role("common, describe_shards"):
+        records = describe_shards(tree)
+    with meter.role("common, describe"):
+        own = describe_leaves(flatten_state_dict(tree), meter.ranks, {})
+        payload = pickle.dumps(own)
+        meter.sent_bytes = len(payload)
+    payloads = []
+    for rank in range(meter.ranks):
+        moved = [one._replace(global_offset=(_ROWS * rank, 0)) for one in records]
+        payloads.append(pickle.dumps(own._replace(written=encode_records(moved))))
+    with meter.role("busiest, choose writers"):
+        plan = GlobalPlan([pickle.loads(one) for one in payloads])
+        meter.sent_bytes = sum(map(len, plan.flags))
+    with meter.role("busiest, validate"):
+        plan.require_whole()
+    _require(plan.count_writes() == (_TENSORS, 0), "a rank does not write its 20 tensors")
+
+
+def manifest(meter: Meter) -> None:
+    """The manifest of 20 pieces a rank: written by rank 0, and read by each rank."""
+    pieces: dict[str, list[manifests.Piece]] = {f"layer.{number}": [] for number in range(_TENSORS)}
+    files = {}
+    for rank in range(meter.ranks):
+        name = f"__{rank}_0.distcp"
+        sizes, box = (448, 428, 448), ((_ROWS * rank, 0), (_ROWS, _WIDTH))
+        for at, held in enumerate(pieces.values()):
+            held.append(manifests.Piece(name, at * sizes[0], *sizes[1:], "0" * 16, 300, *box))
+        files[name] = [(key, held[-1]) for key, held in pieces.items()]
+    shape = (_ROWS * meter.ranks, _WIDTH)
+    keys = {key: manifests.StoredKey(torch.float32, shape, held) for key, held in pieces.items()}
+    with meter.role("busiest, write"):
+        raw = manifests.encode_manifest(keys, files, {})
+        meter.sent_bytes = len(raw)
+    del pieces, files, keys
+    with meter.role("each, read"):
+        index = manifests.decode_manifest(place_of("manifest.json"), raw)
+    _require(len(index.files) == meter.ranks, "the manifest lacks files")
+
+
+def straggler(meter: Meter) -> None:
+    """The report with the verdict on each rank, and the server's answers, on rank 0."""
+    state = ControllerState(rank=0, world_size=meter.ranks, enabled=True)
+    router = Router(state, token=None, allow_get_toggle=False)
+    comparisons = _compare(meter.ranks)
+    for _ in range(_REPORTS):
+        state.applied(True, next(comparisons))
+    with meter.role("busiest, report"):
+        state.applied(True, comparison := next(comparisons))
+        slow = [one.rank for one in comparison.stragglers]
+    _require(slow == [3], f"rank 3 is slow, found {slow}")
+    for path, query in (("/ui/data", ""), ("/metrics", ""), ("/metrics", "ranks=all")):
+        with meter.role(f"busiest, {path} {query}".rstrip()):
+            answer = router.answer("GET", path, query)
+            meter.sent_bytes = len(answer.packed or "")
+        _require(answer.status == 200, f"{path}: {answer.body[:200]}")
+
+
+ITEMS: dict[str, Item] = {
+    item.__name__.replace("_", "-"): item
+    for item in (from_sizes, from_mesh, fsdp_index, save_plan, manifest, straggler)
+}
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise RuntimeError(f"the measured work has a wrong result: {problem}")
+
+
+def _compare(ranks: int) -> Iterator[RankComparison]:
+    """Yield the comparisons of the reports of a job in which rank 3 is slow."""
+    stats = {kind: SectionStats(10, 1000.0, 100.0, 101.0) for kind in range(len(_SECTIONS))}
+    row = encode_row(0.0, stats, 4, enabled=True, wanted=True, log_interval=10, total_flops=1e15)
+    usual = torch.tensor([100.0, 5.0, 60.0, 400.0, 97.0, 1980.0, 33.0], dtype=torch.float64)
+    hosts = tuple(f"node{rank // 8}" for rank in range(ranks))
+    past, generator = PastReports(_SECTIONS), torch.Generator().manual_seed(0)
+    while True:
+        matrix = row.repeat(ranks, 1)
+        noise = torch.randn(ranks, len(usual), generator=generator, dtype=torch.float64)
+        matrix[:, ELAPSED : ETPT + 1] = usual * (1 + 0.002 * noise)
+        matrix[3, ELAPSED] *= 1.3
+        rows = GatheredRows(matrix, tuple(range(ranks)))
+        yield RankComparison(rows, unix_time=0.0, hosts=hosts, names=_SECTIONS, past=past)
