@@ -355,3 +355,49 @@ def test_two_ranks_go_back_past_damage_and_raise_alike(tmp_path: Path) -> None:
     assert names(tmp_path) == ["pipeline", "run"]
     check_the_whole_pipeline(tmp_path / "pipeline")
     assert names(run) == ["step_4", "step_6", "step_6.damaged", "step_8"]
+
+
+def save_while_the_storage_does_not_list(folder: str) -> tuple[list[bool], list[str]]:
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    class Silent(LocalFileSystem):  # type: ignore[misc]
+        """A storage in a folder, whose root may not answer."""
+
+        protocol = "silent"
+        silent = False
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**{**kwargs, "auto_mkdir": True})
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.removeprefix("silent://")))
+
+        def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+            if self.silent and path.rstrip("/").endswith("/run"):
+                raise TimeoutError("no answer")
+            return super().ls(path, detail=detail, **kwargs)
+
+    fsspec.register_implementation("silent", Silent)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore.parallel.checkpoint").addHandler(handler)
+    model = torch.nn.Linear(2, 1)
+    manager = CheckpointManager(f"silent://{folder}/run", keep=1)
+    saved = [manager.save(model, step=1)]
+    Silent.silent = True
+    saved.append(manager.save(model, step=2))
+    return saved, messages
+
+
+def test_old_checkpoints_that_cannot_be_listed_fail_no_save(tmp_path: Path) -> None:
+    first, second = run_ranks(save_while_the_storage_does_not_list, 2, str(tmp_path))
+    assert first[0] == second[0] == [True, True]
+    assert second[1] == []
+    assert len(first[1]) == 1
+    assert "were not looked at" in first[1][0]
+    assert "no answer" in first[1][0]
+    for step in (1, 2):
+        assert (tmp_path / "run" / f"step_{step}" / "manifest.json").is_file()
