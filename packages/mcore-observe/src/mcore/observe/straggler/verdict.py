@@ -25,7 +25,7 @@ reports, all of the following hold:
 The noise of a report is a rank's ``z`` minus the median of five values around it, which a lasting
 change does not disturb. It is pooled over the ranks.
 
-Correction. ``z_threshold`` gives the chance of a false verdict in a report. It is divided by the
+Correction. ``z_threshold`` sets the chance of a false verdict in a report. It is divided by the
 number of ranks, of windows and, for sections, by their number (Bonferroni). Few measurements make
 the multiple larger, as with Student's distribution.
 
@@ -257,7 +257,7 @@ class _SlowRanks:
         """
         found: Found = {}
         # The means of all windows at once: most reports end here, and a small operation of torch
-        # takes as long as one over many ranks.
+        # costs as much as one over many ranks.
         sizes = _SIZES[: len(windows)]
         means = leads.flip(0).cumsum(0).index_select(0, sizes - 1) / sizes[:, None]
         means.masked_fill_(self._age > _NUM_RECENT, torch.nan)
