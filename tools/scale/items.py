@@ -18,6 +18,7 @@ from mcore.parallel import FSDPDistributedIndex, ProcessGroups
 from mcore.parallel.checkpoint import ShardedTensor, describe_shards
 from mcore.parallel.checkpoint.files import manifest as manifests
 from mcore.parallel.checkpoint.files.places import place_of
+from mcore.parallel.checkpoint.planning.staging import list_candidates
 from mcore.parallel.checkpoint.planning.validation import encode_records
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
@@ -65,7 +66,8 @@ def save_plan(meter: Meter) -> None:
     with meter.role("common, describe_shards"):
         records = describe_shards(tree)
     with meter.role("common, describe"):
-        own = describe_leaves(flatten_state_dict(tree), meter.ranks, {})
+        entries = flatten_state_dict(tree)
+        own = describe_leaves(entries, list_candidates(entries), meter.ranks, {})
         payload = pickle.dumps(own)
         meter.sent_bytes = len(payload)
     payloads = []

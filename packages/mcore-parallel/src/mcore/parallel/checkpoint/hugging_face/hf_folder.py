@@ -31,12 +31,12 @@ from mcore.parallel.checkpoint.errors import (
     raise_as_damage,
 )
 from mcore.parallel.checkpoint.figures import Clock
+from mcore.parallel.checkpoint.files.directory import LocalSave, reserve, sync_file, write_file
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, local_path, open_regular, read_regular
-from mcore.parallel.checkpoint.files.save_place import LocalSave, reserve, sync_file, write_file
 from mcore.parallel.checkpoint.hugging_face.names import Names, find_rule
 from mcore.parallel.checkpoint.planning.staging import data_problem, list_candidates, tensor_of
-from mcore.parallel.checkpoint.planning.writers import GlobalPlan, choose_leaves, describe_leaves
+from mcore.parallel.checkpoint.planning.writers import WRITTEN, GlobalPlan, describe_leaves
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.save import save_sharded_state_dict
 from mcore.parallel.checkpoint.selection import LoadReport, Selection
@@ -115,8 +115,10 @@ def save_hf(
             reserve(final)
         entries = Entries([((one.key,), one) for one in shards], [], {}, [])
         facts = {"folders": f"{final}"}  # equal on all ranks
-        payload = pickle.dumps(describe_leaves(entries, team.size, facts, check_replicas=True))
-        return (final, list_candidates(entries), payload), [len(payload)]
+        leaves = list_candidates(entries)
+        described = describe_leaves(entries, leaves, team.size, facts, check_replicas=True)
+        payload = pickle.dumps(described)
+        return (final, leaves, payload), [len(payload)]
 
     def decide() -> list[bytes]:
         if not team.is_first:
@@ -136,8 +138,9 @@ def save_hf(
         return [pickle.dumps((token, read_folder(save.folder).keys, plan.flags))]
 
     def write() -> None:
-        written: Any = choose_leaves(leaves, flags[team.rank], team)
-        for _, leaf in written:
+        for leaf, flag in zip(leaves, flags[team.rank], strict=True):
+            if not flag & WRITTEN or not prod(leaf.local_shape):
+                continue
             [piece] = stored[leaf.key].pieces
             tensor = row_major_on_cpu(leaf.data)
             with (save.folder / piece.file).open("r+b", buffering=0) as stream:
@@ -216,9 +219,9 @@ def load_hf(
         keys = index.keys
         shards, names, left = team.agree(choose)
     opened = load.OpenCheckpoint(local_path(folder), len(keys), b"", index, Clock())
-    options: dict[str, Any] = {"strict": strict, "unexpected": "ignore", "weights_only": True}
-    options |= {"verify": False, "progress_bar": False, "selection": Selection(report=report)}
-    load.load_opened(opened, lambda: {"tensors": shards}, team, **options)
+    options = load.LoadOptions(strict, "ignore", True, False, False)
+    selection = Selection(report=report)
+    load.load_opened(opened, lambda: {"tensors": shards}, team, options, selection=selection)
     loaded = {key: ", ".join(one) for key, one in names.items() if keys.keys() >= {*one}}
     return LoadReport(loaded, left, [key for key in names if key not in loaded], report.unused)
 
