@@ -34,6 +34,8 @@ def running(
         process = subprocess.Popen(
             words, cwd=cwd, env={**environment(), **env}, stdout=output, stderr=output,
             start_new_session=True,
+            # nohup, under which someone may run the tests, makes all programs ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )  # fmt: skip
     try:
         metrics = folder / "run" / "metrics.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import select
@@ -58,6 +59,14 @@ class Ending:
         # The launcher may have died before this line: then the parent is another process by now.
         self._launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
         self._private_folder = os.environ.get(PRIVATE_FOLDER)
+        if self._private_folder is not None:
+            # Nobody removes the folder while this rank makes its store there: torch would try for
+            # minutes and let no other thread run.
+            with contextlib.suppress(FileNotFoundError):
+                self._folder_lock = os.open(self._private_folder, os.O_RDONLY)
+                fcntl.flock(self._folder_lock, fcntl.LOCK_SH)
+            if not os.path.exists(self._private_folder):
+                os._exit(128 + _LAUNCHER_GONE)
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -75,7 +84,9 @@ class Ending:
             now = time.monotonic()
             if os.getppid() != self._launcher:
                 if self._private_folder is not None:  # the launcher would have removed it
-                    shutil.rmtree(self._private_folder, ignore_errors=True)
+                    with contextlib.suppress(BlockingIOError):  # the last rank removes it
+                        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(self._private_folder, ignore_errors=True)
                 self._end(self.requested or _LAUNCHER_GONE)
             if self.requested:
                 if now - noted_at > self.grace_s or (numbers and now - noted_at > _AGAIN_S):
