@@ -99,6 +99,7 @@ def _train(task: Task) -> Result:
         result.norms += found.norms
     if not task.resumes:
         loop.progress.step = STEPS
+        loop.progress.consumed_train_samples = STEPS * task.settings.global_batch_size
         loop.saver.save(STEPS)
         loop.saver.wait()
     if task.settings.experts:

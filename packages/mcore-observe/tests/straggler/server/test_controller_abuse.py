@@ -307,8 +307,7 @@ def test_20_000_hostile_requests_change_nothing(served, monkeypatch):
     monkeypatch.setattr(http, "_WRONG_TOKEN_S", 0.0)
     state, controller = served
     server, rng, statuses = controller._server, random.Random(20_000), Counter()
-    router = server.RequestHandlerClass.args[0]
-    page = router._page
+    page = server.router._page
 
     def told():
         shown = json.loads(page.data("", {}))
@@ -317,7 +316,7 @@ def test_20_000_hostile_requests_change_nothing(served, monkeypatch):
     before, resources = told(), count_resources()
     for number in range(NUM_REQUESTS):
         connection = Bytes(rng.choice(KINDS)(rng))
-        ControllerRequest(router, connection, ("127.0.0.1", number), server)
+        ControllerRequest(connection, ("127.0.0.1", number), server)
         answer = connection.answer
         statuses[int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else None] += 1
         assert b"lm loss" not in answer
