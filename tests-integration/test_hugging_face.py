@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mcore.parallel.checkpoint import (
     gpt2_names,
@@ -35,11 +35,13 @@ def make_model(kind: str, seed: int = 0) -> Any:
     """A model with random values everywhere, also in biases and norms."""
     torch.manual_seed(seed)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16)
-        model = GPT2LMHeadModel(config)
+        config = transformers.GPT2Config(
+            vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16
+        )
+        model = transformers.GPT2LMHeadModel(config)
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 vocab_size=98, hidden_size=24, intermediate_size=36, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
                 tie_word_embeddings=kind == "tied_llama",
@@ -52,7 +54,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
 
 def read_logits(kind: str, folder: Path) -> torch.Tensor:
-    model = GPT2LMHeadModel if kind == "gpt2" else LlamaForCausalLM
+    model = transformers.GPT2LMHeadModel if kind == "gpt2" else transformers.LlamaForCausalLM
     with torch.no_grad():
         return model.from_pretrained(folder).eval()(TOKENS).logits
 
