@@ -228,8 +228,7 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
         self.stack[-1].update(zip(keys, items[1::2], strict=True))
 
     def _load_append(self) -> None:
-        value = self.stack.pop()
-        self._extend([value])
+        self._extend([self.stack.pop()])
 
     def _load_appends(self) -> None:
         self._extend(self.pop_mark())
