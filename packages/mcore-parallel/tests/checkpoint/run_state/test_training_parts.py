@@ -324,3 +324,12 @@ def test_random_streams_are_put_back_unless_they_are_not_wanted(tmp_path: Path) 
     assert draw() == expected
     load_training_state(tmp_path / "a", model, random_state=False)
     assert draw() != expected
+
+
+def test_parameters_that_are_gathered_late_are_saved_with_their_values(tmp_path: Path) -> None:
+    source, target = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    weight: Any = source.weight
+    weight._ensure_param_ready_callback = lambda: setattr(weight, "data", torch.full((1, 1), 3.0))
+    save_training_state(tmp_path / "step_1", source, step=1)
+    load_training_state(tmp_path / "step_1", target)
+    assert target.weight.item() == 3.0
