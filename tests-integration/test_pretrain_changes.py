@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ def test_another_batch_size_continues_in_the_text_and_a_reset_begins_it(tmp_path
     reset = dataclasses.replace(other, reset_data=True)
     [rows] = run_ranks(seen_here, 1, reset, str(tmp_path / "run"), resume=True)
     assert rows == seen[: 2 * 4]
+    # As if it had been killed before its first checkpoint: its config.json has the choice.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000015")
+    for last, expected in ((15, seen[: 2 * 4]), (16, seen[2 * 4 : 3 * 4])):
+        more = dataclasses.replace(other, train_iters=last)
+        [rows] = run_ranks(seen_here, 1, more, str(tmp_path / "run"), resume=True)
+        assert rows == expected
+    history = json.loads((tmp_path / "run" / "config.json").read_text())["history"]
+    assert [one["step"] for one in history if "reset_data" in one["changes"]] == [13, 13]
 
 
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 1, "bf16": True}, {"fsdp": True}])
