@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from mcore.parallel.checkpoint import (
+    CheckpointingException,
     gpt2_names,
     llama_names,
     load_hf,
@@ -226,3 +237,32 @@ def test_tensor_parallel_megatron_models_are_read_by_transformers(
     assert torch.equal(read_logits(kind, tmp_path / "model"), expected_logits(kind))
     names = {name for file in tmp_path.glob("model/*.safetensors") for name in load_file(file)}
     assert ("lm_head.weight" in names) == (kind == "llama")
+
+
+def test_names_that_transformers_changes_in_its_files_are_hinted_at(tmp_path: Path) -> None:
+    """The hint named strict=False only. It has a mapping that works."""
+    sizes = {"vocab_size": 98, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
+    config = GPTNeoXConfig(**sizes, num_attention_heads=4)
+    model, other = GPTNeoXForCausalLM(config), GPTNeoXForCausalLM(config)
+    model.save_pretrained(tmp_path / "renamed")
+    with pytest.raises(CheckpointingException, match="unused name closest") as caught:
+        load_hf(tmp_path / "renamed", other)
+    found = re.search(r"mapping=lambda key: (\{.*?\})\.get", str(caught.value))
+    assert found
+    assert eval(found[1]) == {"lm_head.weight": "embed_out.weight"}
+    load_hf(tmp_path / "renamed", other, lambda key: eval(found[1]).get(key, key))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS).logits, other.eval()(TOKENS).logits)
+
+    experts = MixtralForCausalLM(
+        MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    )
+    experts.save_pretrained(tmp_path / "split")
+    with pytest.raises(CheckpointingException, match="HFTensor for parts") as caught:
+        load_hf(tmp_path / "split", experts)
+    layer = "model.layers.0"
+    assert (
+        f"lambda key: {{'{layer}.mlp.gate.weight': '{layer}.block_sparse_moe.gate.weight'}}"
+        in str(caught.value)
+    )
+    assert f"'{layer}.mlp.experts.gate_up_proj'" in str(caught.value)

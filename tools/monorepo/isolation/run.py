@@ -25,7 +25,8 @@ from monorepo.workspace import (
     load_workspace,
 )
 
-_IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
+# Tests may have hidden files, such as the metadata of a checkpoint.
+_IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*_cache", ".hypothesis")
 _INTEGRATION = "tests-integration"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +39,9 @@ def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
         scratch = Path(folder).resolve()
         served = scratch / "served"
         packages = list(workspace.distributions.values())
-        _map_in_threads(lambda one: build(one.folder, served), packages)
-        _map_in_threads(lambda one: _check_archives(served, one), packages)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: _publish(one, served), packages))
         yield f"{len(packages)} wheels and sdists pass twine, check-wheel-contents and pyroma"
-        for package in packages:
-            _list_archives(served, package)
         # uv would use archives of the same version from its cache.
         fresh = (f"--refresh-package={each}" for each in workspace.names)
         made = make_venv(scratch / "user", python, [f"torch=={torch}"])
@@ -53,16 +51,14 @@ def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
         yield from _upgrade_alone(workspace, scratch, venv)
 
 
-def _map_in_threads(step: Callable[[Distribution], None], packages: Iterable[Distribution]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(step, packages))
-
-
-def _check_archives(served: Path, package: Distribution) -> None:
+def _publish(package: Distribution, served: Path) -> None:
+    """Build and check the archives of a package, and add them to a local index."""
+    build(package.folder, served)
     sdist = served / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
     problems = [*archive_problems(package, served), *run_tool(*_PYROMA, sdist)]
     if problems:
         raise IsolationError("\n".join(problems))
+    _list_archives(served, package)
 
 
 def _list_archives(served: Path, package: Distribution) -> None:

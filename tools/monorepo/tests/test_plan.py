@@ -162,16 +162,14 @@ def test_floors_and_python_remove_cells(
     repository: SampleRepository, plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = "packages/mcore-observe/pyproject.toml"
-    text = repository.read(file)
-    repository.write({file: text.replace('">=3.10"', '">=3.11"')})
-    sibling = "packages/mcore-tensor/pyproject.toml"
-    repository.write({sibling: repository.read(sibling).replace("torch>=2.11", "torch>=2.12")})
+    repository.replace(file, '">=3.10"', '">=3.11"')
+    repository.replace("packages/mcore-tensor/pyproject.toml", "torch>=2.11", "torch>=2.12")
     made = plan()
     assert cells(made, "mcore-observe") == [
         ("3.11", "2.13.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
     ]  # fmt: skip
     assert cells(made, "mcore-modules") == [("3.10", "2.13.0"), ("3.14", "2.13.0")]
-    repository.write({file: text.replace("torch>=2.11", "torch>=3")})
+    repository.replace(file, "torch>=2.11", "torch>=3")
     repository.commit()
     assert main(["--base", "main", "--root", str(repository.root)]) == 1
     printed = capsys.readouterr()

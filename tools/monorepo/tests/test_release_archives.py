@@ -30,7 +30,6 @@ def _problems(repository: SampleRepository, folder: Path) -> list[str]:
 def test_missing_and_foreign_files_are_refused(
     repository: SampleRepository, tmp_path: Path
 ) -> None:
-    text = repository.read(PYPROJECT)
     for old, new in (
         ('readme = "README.md"\n', ""),
         (
@@ -38,9 +37,9 @@ def test_missing_and_foreign_files_are_refused(
             '[tool.hatch.build.targets.wheel]\nexclude = ["l.py"]',
         ),
     ):
-        text = text.replace(old, new)
+        repository.replace(PYPROJECT, old, new)
     source = "packages/mcore-tensor/src/mcore"
-    repository.write({PYPROJECT: text, f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
+    repository.write({f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
     repository.write({f"{source}/more/__init__.py": ""})
     (repository.root / source / "tensor/py.typed").unlink()
     found = "\n".join(_problems(repository, tmp_path / "dist"))

@@ -1,6 +1,5 @@
 """Faults in settings that no test of a package would notice."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,59 +15,36 @@ CI = ".github/workflows/ci.yml"
 HATCH = """\
 [envs.default]
 dependencies = ["torch=={matrix:torch:2.13.0}"]
-[envs.default.scripts]
-test = "pytest"
 [envs.versions]
 matrix = [{ python = ["3.10", "3.11"] }]
 [envs.matrix]
 matrix = [{ python = ["3.10", "3.11"], torch = ["2.11.0", "2.13.0"] }]
 """
-WORKFLOW = """\
-jobs:
-  plan: {runs-on: x, steps: [{run: hatch run test}]}
-  tests: {needs: plan, runs-on: x, steps: [{run: hatch run other:thing}]}
-  check: {needs: [plan, tests], runs-on: x}
-"""
-FLOOR = """
-[tool.monorepo]
-tests = 2
-"""
+WORKFLOW = "jobs:\n  plan: {}\n  tests: {needs: plan}\n  check: {needs: [plan, tests]}\n"
+FLOOR = "[tool.monorepo]\ntests = 2\n"
+TESTS = "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\n"
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> SampleRepository:
-    """A repository without a fault, which no test changes."""
-    repository = SampleRepository(tmp_path_factory.mktemp("settings") / "repository")
-    needs = ("torch>=2.11", "mcore-versioning>=0.1,<0.2")
-    repository.add_package("mcore-versioning")
-    repository.add_package("mcore-tensor", needs=needs)
-    for name in ("versioning", "tensor"):
-        folder = f"packages/mcore-{name}"
-        text = repository.read(f"{folder}/pyproject.toml")
-        tests = "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\n"
-        repository.write(
-            {
-                f"{folder}/pyproject.toml": text + FLOOR,
-                f"{folder}/tests/test_x.py": tests,
-            }
-        )
-    repository.write(
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    """A repository without a fault."""
+    made = SampleRepository(tmp_path / "repository")
+    made.add_package("mcore-versioning")
+    made.add_package("mcore-tensor", needs=("torch>=2.11", "mcore-versioning>=0.1,<0.2"))
+    made.replace(
+        PYPROJECT, "[tool.hatch.version]", "[tool.monorepo]\ntests = 2\n\n[tool.hatch.version]"
+    )
+    made.write(
         {
+            f"{TENSOR}/tests/test_x.py": TESTS,
             "hatch.toml": HATCH,
-            "pyproject.toml": "[tool.monorepo]\ntests = 2\n",
+            "pyproject.toml": FLOOR,
             CI: WORKFLOW,
             "tools/some/tests/test_y.py": "def test_y(): ...\n",
             "tests-integration/test_z.py": "def test_z(): ...\n",
         }
     )
-    repository.commit()
-    return repository
-
-
-@pytest.fixture
-def repository(sound: SampleRepository, tmp_path: Path) -> SampleRepository:
-    shutil.copytree(sound.root, tmp_path / "repository")
-    return SampleRepository(tmp_path / "repository")
+    return made
 
 
 def _find(repository: SampleRepository) -> list[str]:
@@ -77,8 +53,8 @@ def _find(repository: SampleRepository) -> list[str]:
     return [problem for check in checks for problem in CHECKS[check](workspace, None)]
 
 
-def test_a_sound_repository_passes(sound: SampleRepository) -> None:
-    assert _find(sound) == []
+def test_a_sound_repository_passes(repository: SampleRepository) -> None:
+    assert _find(repository) == []
 
 
 @pytest.mark.parametrize(
@@ -93,16 +69,17 @@ def test_a_sound_repository_passes(sound: SampleRepository) -> None:
         ("hatch.toml", ', "2.13.0"', "", "torch 2.13.0 of the default environment on Python 3.10"),
         (CI, "[plan, tests]", "[plan]", "check does not wait for tests, which could fail unseen"),
         (f"{TENSOR}/tests/x_test.py", None, "def test_y(): ...\n", "collects only test_*.py"),
-        (f"{TENSOR}/tests/test_x.py", "test_", "", f"{PYPROJECT} promises 2 tests, and there are"),
+        (f"{TENSOR}/tests/test_x.py", TESTS, "", f"{PYPROJECT} promises 2 tests, and there are"),
         ("tools/some/tests/test_y.py", "test_", "", "pyproject.toml promises 2 tests, and there a"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_named(
     repository: SampleRepository, file: str, old: str | None, new: str, expected: str
 ) -> None:
-    text = new if old is None else repository.read(file).replace(old, new)
-    assert old is None or text != repository.read(file)
-    repository.write({file: text})
+    if old is None:
+        repository.write({file: new})
+    else:
+        repository.replace(file, old, new)
     assert expected in "\n".join(_find(repository))
 
 
