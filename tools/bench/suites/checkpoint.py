@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,34 +101,17 @@ def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
 
 def _compare_small_tensors() -> Iterator[Row]:
     """Many small tensors on one rank: the cost of a key."""
-    with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
-        [seconds] = run_ranks(_measure_small, 1, folder, timeout_s=600)
     size = f"{_NUM_SMALL} tensors of 1 KiB, files in memory"
-    for case, target in (("save", 1.0), ("load", 1.5)):
-        ours, stock = seconds[case]["ours"], seconds[case]["stock"]
-        yield Row(f"{case}, {size}", ours, _STOCK, stock, target, "values")
-
-
-def _measure_small(folder: str) -> dict[str, dict[str, float]]:
-    root = Path(folder)
-    state = {f"layer.{i}.weight": torch.randn(1, _SMALL) for i in range(_NUM_SMALL)}
-    saves: dict[str, Work] = {
-        "ours": lambda turn: save_sharded_state_dict(state, root / f"save-{turn}"),
-        "stock": lambda turn: save(
-            state, storage_writer=FileSystemWriter(root / f"save-{turn}", sync_files=True)
-        ),
-    }
-    seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
-    save_sharded_state_dict(state, root / "ours")
-    saves["stock"](0)
-    loads: dict[str, Work] = {
-        "ours": lambda _: load_sharded_state_dict(state, root / "ours"),
-        "stock": lambda _: load(state, checkpoint_id=root / "save-0"),
-    }
-    for work in loads.values():
-        if not _check_load(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
-            raise RuntimeError("a load did not restore the values")
-    return {**seconds, "load": _time_rounds(loads, lambda: None)}
+    with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
+        [(agrees, seconds)] = run_ranks(_measure, 1, folder, is_small=True, timeout_s=600)
+    if not agrees:
+        yield Row.disagreement(f"save and load, {size}", _STOCK, "loaded values")
+        return
+    for case, place, peer, target in (
+        ("save", "save", "stock, synced", 1.0), ("load", "load, files in memory", "stock", 1.5),
+    ):  # fmt: skip
+        sides = seconds[place]
+        yield Row(f"{case}, {size}", sides["ours"], _STOCK, sides[peer], target, "values")
 
 
 def _compare_manifest() -> Row:
@@ -158,18 +142,19 @@ def _write_large_manifest(root: Path) -> None:
     (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 
-def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
+def _measure(folder: str, *, is_small: bool = False) -> tuple[bool, dict[str, dict[str, float]]]:
     """One rank: whether loads return the saved values, and the time of each side by case."""
-    rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
+    rank, root = dist.get_rank(), Path(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    num, *shape = (_NUM_SMALL, 1, _SMALL) if is_small else (_NUM_TENSORS, _ROWS // 2, _COLUMNS)
     generator = torch.Generator().manual_seed(rank)
-    tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
-    ours = {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", tensor, (0, rank, 2))
-        for i, tensor in enumerate(tensors)
-    }
-    stock = {
-        f"w{i}": DTensor.from_local(tensor, mesh, [Shard(0)]) for i, tensor in enumerate(tensors)
-    }
+    tensors = [torch.randn(shape, generator=generator) for _ in range(num)]
+    ours: dict[str, Any] = {f"layer.{i}.weight": tensor for i, tensor in enumerate(tensors)}
+    stock = dict(ours)
+    if not is_small:
+        for key, tensor in ours.items():
+            ours[key] = ShardedTensor.from_rank_offsets(key, tensor, (0, rank, 2))
+            stock[key] = DTensor.from_local(tensor, mesh, [Shard(0)])
 
     def saved_by_stock(sync: bool) -> Work:
         return lambda turn: save(
@@ -182,6 +167,8 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         "stock, not synced": saved_by_stock(sync=False),
         "raw": lambda turn: _write_raw(root / f"save-{turn}-{rank}", tensors),
     }
+    if is_small:
+        saves = {name: saves[name] for name in ("ours", "stock, synced")}
     seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
     save_sharded_state_dict(ours, root / "ours")
     saved_by_stock(sync=True)(0)
@@ -202,10 +189,13 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         _check_load(tensors, work)
         for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
     )
+    if is_small:
+        loads = {name: loads[name] for name in ("ours", "stock")}
     seconds["load, files in memory"] = _time_rounds(loads, lambda: None)
-    seconds["load, files on disk"] = _time_rounds(
-        loads, lambda: _run_on_first_rank(lambda: _forget(root))
-    )
+    if not is_small:
+        seconds["load, files on disk"] = _time_rounds(
+            loads, lambda: _run_on_first_rank(lambda: _forget(root))
+        )
     return agrees, seconds
 
 

@@ -8,31 +8,25 @@ import libcst as cst
 
 from .table import Home
 
-# The group of a call: its position (None: only by keyword), and its names.
-_GROUPS: dict[str, tuple[int | None, tuple[str, ...]]] = {
-    "get_data_parallel_group_if_dtensor": (1, ("data_parallel_group",)),
-    "GlobalSymmetricMemoryBuffer": (1, ("process_group",)),
-    "check_param_hashes_across_dp_replicas": (None, ("dp_group",)),
-    "drain_embedding_wgrad_compute": (4, ("tp_group",)),
-    "get_batch_on_this_cp_rank": (1, ("cp_group",)),
-    "get_pg_rank": (0, ("group",)),
-    "get_pg_size": (0, ("group",)),
-    "get_pg_src_rank": (0, ("group",)),
-    "get_tensor_model_parallel_group_if_none": (0, ("tp_group",)),
-    "logical_and_across_model_parallel_group": (1, ("mp_group",)),
-    "make_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
-    "make_tp_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
-    "reduce_max_memory_across_pp_group": (1, ("pp_group",)),
-    "reduce_max_stat_across_model_parallel_group": (1, ("mp_group",)),
-    "create_value_head_hook": (None, ("pp_group", "pg_collection")),
-    "Float16Module": (None, ("pp_group", "pg_collection")),
-    "LinearForLastLayer": (None, ("tp_group",)),
-    "make_value_model": (None, ("pp_group", "pg_collection")),
-    "calc_params_l2_norm": (None, ("pg_collection",)),
-    "log_on_each_pipeline_stage": (None, ("tp_group", "dp_cp_group")),
-    "report_l2_norm_grad": (None, ("group",)),
-    "training_log": (None, ("pg_collection",)),
+# The position of a call's group. Other calls accept groups only by keyword.
+GROUP_PLACES = {
+    "drain_embedding_wgrad_compute": 4,
+    "get_batch_on_this_cp_rank": 1,
+    "get_data_parallel_group_if_dtensor": 1,
+    "get_pg_rank": 0,
+    "get_pg_size": 0,
+    "get_pg_src_rank": 0,
+    "get_tensor_model_parallel_group_if_none": 0,
+    "GlobalSymmetricMemoryBuffer": 1,
+    "logical_and_across_model_parallel_group": 1,
+    "reduce_max_memory_across_pp_group": 1,
+    "reduce_max_stat_across_model_parallel_group": 1,
 }
+# Their calls without a group or a mesh need no note.
+_WITHOUT_NOTE = (
+    *("contains_submesh", "get_mesh_names", "FSDPDistributedIndex"),
+    *("get_batch_on_this_tp_rank", "log_single_rank", "MegatronModule"),
+)
 # The number of positional arguments. The others are keyword-only.
 POSITIONAL = {
     "calc_params_l2_norm": 4,
@@ -103,7 +97,8 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
     most = POSITIONAL.get(home.name)
     if most is not None and len(positional) > most:
         yield f"accepts {most} positional arguments: name the others"
-    if home.absent_group and not unpacked and _has_no_group(home.name, positional, by_name):
+    is_noted = home.absent_group and home.name not in _WITHOUT_NOTE and not unpacked
+    if is_noted and _has_no_group(home.name, positional, by_name):
         yield f"no group is given, which now means: {home.absent_group}"
     if home.name == "FSDPDistributedIndex" and len(positional) > 5:
         yield "releases since 0.17 have another order from the sixth position on: name them"
@@ -123,12 +118,15 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
 def _has_no_group(
     name: str, positional: list[cst.Arg], by_name: dict[str, cst.BaseExpression]
 ) -> bool:
-    place, names = _GROUPS.get(name, (None, ()))
-    if not names:
-        return False
-    if place is not None and len(positional) > place:
+    place = GROUP_PLACES.get(name, len(positional))
+    if len(positional) > place:
         return _is_word(positional[place].value, "None")
-    return all(one not in by_name or _is_word(by_name[one], "None") for one in names)
+    return all(_is_word(one, "None") for name, one in by_name.items() if is_group(name))
+
+
+def is_group(argument: str) -> bool:
+    """Whether an argument is a process group, or a collection of groups, by its name."""
+    return argument.endswith("group") or argument == "pg_collection"
 
 
 def _is_word(expression: cst.BaseExpression | None, word: str) -> bool:
