@@ -23,10 +23,9 @@ from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
 from pretrain.watch.mlflow_target import choose_target
-from pretrain_runs import TINY, losses_of, pretrain
+from pretrain_runs import OFF, TINY, losses_of, pretrain
 
 PRIVATE = "the user's private text\n" * 400
-OFF = {"mlflow": False, "tensorboard": False, "straggler": False}
 TOKEN = "a-token-of-the-user"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from packaging.version import Version
 
-from api_check.compare import Comparison
-from api_check.findings import Finding, Weight, cover
+from api_check.compare import Comparison, Finding, Weight
 from api_check.surface import CannotCheckError, read_surface
 from monorepo.git_tags import GitError, commit_exists, export_tree, last_tag
 from monorepo.ranges import sibling_requirements
@@ -98,7 +97,8 @@ def judge(
     breaks = any(one.weight is Weight.BREAKAGE for one in findings)
     if not breaks or not announces_breakage(*step):
         return list(findings)
-    return [*cover(findings), *_find_unrevisited(package, step, workspace)]
+    covered = [replace(one, covered=one.weight is Weight.BREAKAGE) for one in findings]
+    return [*covered, *_find_unrevisited(package, step, workspace)]
 
 
 def _find_unrevisited(

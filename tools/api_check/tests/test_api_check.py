@@ -1,6 +1,5 @@
 """The check of public names, on temporary repositories."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -275,11 +274,3 @@ def test_dependants_have_to_look_at_a_break(repository: SampleRepository) -> Non
     for revisited in ("mcore-tensor>=0.1,<0.2", "mcore-tensor>=0.2,<0.3"):
         repository.add_package("mcore-parallel", needs=(revisited,))
         assert check_package(repository.root, "mcore-tensor").status == 0
-
-
-def test_without_griffe_nothing_can_be_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "griffe", None)
-    assert main([]) == 2
-    assert "griffe is not installed" in capsys.readouterr().err

@@ -297,7 +297,8 @@ def test_many_files_are_rewritten_by_several_processes(
 
 
 def test_the_wheel_has_the_page_and_runs_by_itself(tmp_path: Path, tree: Path) -> None:
-    wheel = build(HERE, "wheel", tmp_path / "wheel")
+    build(HERE, tmp_path / "wheel", "--wheel")
+    [wheel] = (tmp_path / "wheel").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     done = subprocess.run(

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from monorepo.changelog import CHANGELOG, find_section
 from monorepo.git_tags import GitError
-from monorepo.hatch_settings import read_torch_pin
 from monorepo.isolation.run import check_floors
 from monorepo.isolation.venv import IsolationError
 from monorepo.release.prepare import REMOTE, ReleaseError, plan_release, push, unpushed, write
 from monorepo.release.rehearse import rehearse
 from monorepo.release.verify import show, verify_archives, verify_release
-from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace, read_torch_pin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,24 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from packaging.version import Version
-from twine.exceptions import InvalidDistribution
-from twine.package import PackageFile
-
-from monorepo.isolation.venv import build
 from monorepo.workspace import Distribution
-
-# The version that the packages request from hatchling. Publishing tools lag behind the newest.
-NEWEST_METADATA = Version("2.4")
-
-
-def build_archives(package: Distribution, folder: Path) -> None:
-    """Build the sdist and the wheel of a package into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for target in ("sdist", "wheel"):
-        built = build(package.folder, target, folder.resolve() / f"{package.name}-{target}")
-        built.rename(folder / built.name)
-        built.parent.rmdir()
 
 
 def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
@@ -41,8 +24,6 @@ def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
     yield from run_tool("twine", "check", "--strict", wheel, sdist)
     yield from run_tool("check_wheel_contents", "--no-config", "--src-dir", package.source, wheel)
     yield from _check_wheel(package, wheel)
-    for file in found:
-        yield from _check_metadata(file)
 
 
 def run_tool(tool: str, *arguments: object) -> Iterator[str]:
@@ -65,17 +46,3 @@ def _check_wheel(package: Distribution, file: Path) -> Iterator[str]:
     for other in names:
         if not other.startswith((folder, f"{info}/")):
             yield f"{file.name} has {other}, which is not part of {package.module}"
-
-
-def _check_metadata(file: Path) -> Iterator[str]:
-    """Yield a fault of metadata that publishing tools refuse."""
-    try:
-        metadata = PackageFile.from_filename(str(file), None).metadata
-    except InvalidDistribution as error:
-        yield f"{file.name} has metadata that an index refuses: {error}"
-        return
-    if Version(metadata["metadata_version"]) > NEWEST_METADATA:
-        yield (
-            f"{file.name} has metadata {metadata['metadata_version']}, newer than the "
-            f"{NEWEST_METADATA} that publishing tools support: set core-metadata-version"
-        )

@@ -99,6 +99,12 @@ class SampleRepository:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
 
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Replace the first occurrence of a text in a file, which has to contain it."""
+        text = self.read(path)
+        assert old in text, f"{old!r} is not in {path}"
+        self.write({path: text.replace(old, new, 1)})
+
     def read(self, path: str) -> str:
         """The text of a file."""
         return (self.root / path).read_text(encoding="utf-8")

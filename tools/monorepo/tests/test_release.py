@@ -211,8 +211,7 @@ def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(
 ) -> None:
     released.add_package("mcore-late", needs=("mcore-never>=0.1,<0.2",))
     released.add_package("mcore-never")
-    file = "packages/mcore-late/pyproject.toml"
-    released.write({file: released.read(file).replace("github.com/sample", "mcore.example")})
+    released.replace("packages/mcore-late/pyproject.toml", "github.com/sample", "mcore.example")
     released.write({"packages/mcore-late/changelog.d/late.fixed.md": "Late.\n"})
     released.commit()
     left = [

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from monorepo.isolation.venv import build
 from monorepo.release.__main__ import main
-from monorepo.release.archives import archive_problems, build_archives
+from monorepo.release.archives import archive_problems
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -22,31 +23,28 @@ def repository(tmp_path: Path) -> SampleRepository:
 
 def _problems(repository: SampleRepository, folder: Path) -> list[str]:
     package = load_workspace(repository.root)["mcore-tensor"]
-    build_archives(package, folder)
+    build(package.folder, folder)
     return list(archive_problems(package, folder))
 
 
 def test_missing_and_foreign_files_are_refused(
     repository: SampleRepository, tmp_path: Path
 ) -> None:
-    text = repository.read(PYPROJECT)
     for old, new in (
         ('readme = "README.md"\n', ""),
-        ('core-metadata-version = "2.4"', ""),
         (
             "[tool.hatch.build.targets.wheel]",
             '[tool.hatch.build.targets.wheel]\nexclude = ["l.py"]',
         ),
     ):
-        text = text.replace(old, new)
+        repository.replace(PYPROJECT, old, new)
     source = "packages/mcore-tensor/src/mcore"
-    repository.write({PYPROJECT: text, f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
+    repository.write({f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
     repository.write({f"{source}/more/__init__.py": ""})
     (repository.root / source / "tensor/py.typed").unlink()
     found = "\n".join(_problems(repository, tmp_path / "dist"))
     for expected in (
         "long_description",
-        "newer than the 2.4 that publishing tools support",
         "has mcore/__init__.py, which is not part of mcore.tensor",
         "lacks mcore/tensor/py.typed",
         "has mcore/more/__init__.py",
@@ -59,7 +57,7 @@ def test_names_of_files_have_to_agree_with_the_sources(
     repository: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "dist"
-    build_archives(load_workspace(repository.root)["mcore-tensor"], folder)
+    build(load_workspace(repository.root)["mcore-tensor"].folder, folder)
     repository.commit()
     command = ["--root", str(repository.root), "verify", "mcore-tensor", "--archives"]
     assert main([*command, str(folder)]) == 0

@@ -22,6 +22,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
+from mcore.tensor.device import current_device
 from rank_testing import run_ranks
 
 
@@ -71,6 +72,7 @@ class HeldBack:
         monkeypatch.setattr(threading.Thread, "run", run)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_later_changes_do_not_reach_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_later_changes_do_not_reach_the_checkpoint(
     check(tmp_path / "step_3", 3)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_saves_run_in_order_and_an_error_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,33 +125,35 @@ def busy_world(folder: str) -> list[str]:
     """Training continues over the same group while several saves are under way."""
     from torch import distributed as dist
 
-    rank, root = dist.get_rank(), Path(folder)
+    rank, root, device = dist.get_rank(), Path(folder), current_device()
     whole = torch.arange(200_000.0)
     handles = []
     for step in range(3):
-        local = (whole + step).chunk(2)[rank].clone()
+        local = (whole + step).chunk(2)[rank].clone().to(device)
         shard = make_tp_sharded_tensor_for_checkpoint(local, "w", tp_group=dist.group.WORLD)
         state = {"w": shard, "step": step}
         handles.append(save_sharded_state_dict(state, root / f"step_{step}", async_=True))
         local.zero_()
         for number in range(200):
-            total = torch.tensor([float(rank + number)])
+            total = torch.tensor([float(rank + number)], device=device)
             dist.all_reduce(total)
             assert total.item() == 2 * number + 1
     save_sharded_state_dict(state | {"w": shard}, root / "in_between")
     paths = [str(handle.result()) for handle in handles]
     for step in range(3):
         target = make_tp_sharded_tensor_for_checkpoint(
-            torch.zeros(100_000), "w", tp_group=dist.group.WORLD
+            torch.zeros(100_000, device=device), "w", tp_group=dist.group.WORLD
         )
         found = load_sharded_state_dict({"w": target, "step": None}, root / f"step_{step}")
-        assert torch.equal(found["w"], (whole + step).chunk(2)[rank])
+        assert torch.equal(found["w"].cpu(), (whole + step).chunk(2)[rank])
         assert found["step"] == step
     return paths
 
 
-def test_collectives_of_the_caller_do_not_mix_with_those_of_saves(tmp_path: Path) -> None:
-    first, second = run_ranks(busy_world, 2, str(tmp_path))
+def test_collectives_of_the_caller_do_not_mix_with_those_of_saves(
+    tmp_path: Path, backend_of_ranks: str
+) -> None:
+    first, second = run_ranks(busy_world, 2, str(tmp_path), init=backend_of_ranks)
     assert first == second == [str(tmp_path / f"step_{step}") for step in range(3)]
 
 

@@ -10,6 +10,7 @@ import torch
 from mcore.modules.config import FIELD_CHOICES, is_switched_on, read_field
 from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
 from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
+from mcore.tensor.param_flags import ensure_params_ready
 
 _Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
@@ -60,6 +61,7 @@ class MegatronModule(torch.nn.Module):
             >>> list(MegatronModule(None).state_dict_for_save_checkpoint(prefix="model."))
             []
         """
+        ensure_params_ready(self.parameters())
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     @describes_by_walk

@@ -81,7 +81,8 @@ def save_sharded_state_dict(
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas of
     tensors and objects are written. If a DTensor's mesh lacks some ranks, several ranks may hold a
-    replica of a shard: these must be equal, and one is written. Any other leaf is written by the
+    replica of a shard: these must be equal, and one is written. Large plain tensors that are equal
+    on several ranks are written by all of these, a part each. Any other leaf is written by the
     first rank that has it, with a warning if it differs between ranks.
 
     Files are written into a hidden directory next to ``path``. When they are on storage on all
@@ -99,9 +100,10 @@ def save_sharded_state_dict(
         path: The directory to make, on a file system that all ranks share, or a URL of fsspec such
             as ``s3://bucket/step_1``. It must not exist. A leading ``~`` is expanded.
         process_group: The ranks that save. None is the world.
-        async_: Copy this rank's data to the CPU, return, and write in a thread. Later changes of
-            the tensors do not reach the checkpoint. Asynchronous saves run in the order of the
-            calls, over a separate gloo group, which must not be destroyed before they are done.
+        async_: Copy the data that this rank writes to the CPU, return, and write in a thread. Later
+            changes of the tensors do not reach the checkpoint. Asynchronous saves run in the order
+            of the calls, over a separate gloo group, which must not be destroyed before they are
+            done.
         check_replicas: Before writing, compare all replicas on several ranks byte by byte. Every
             rank reads its whole state once.
         weights_only: Refuse objects and values that a load would refuse, since unpickling them
@@ -191,7 +193,7 @@ def _describe(
         )
     if team.is_first:
         directory.reserve(final)
-    leaves = staging.list_candidates(entries)
+    leaves = staging.list_candidates(entries, team.size)
     staging.reject_unsavable([leaf for leaf in leaves if not isinstance(leaf, staging.CommonValue)])
     description = writers.describe_leaves(
         entries,

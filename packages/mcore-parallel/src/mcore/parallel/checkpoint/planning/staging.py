@@ -9,8 +9,8 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,12 @@ import xxhash
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
-from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica, with_leading_axes
+from mcore.parallel.checkpoint.sharded import (
+    Shape,
+    ShardedTensor,
+    is_main_replica,
+    with_leading_axes,
+)
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
@@ -31,13 +36,17 @@ DIGEST_BYTES = 8
 _BUFFER_BYTES = 256 << 20
 _PIECE_BYTES = _BUFFER_BYTES // 4  # several, so that the host empties one while another is filled
 _ALIGNMENT = 64
+PART_BYTES = 1 << 20  # the least size of a part of a tensor that all ranks hold
+_EVEN_ROWS = 16  # of a part: with fewer, parts of one row more or less differ much
 
 
 class CommonValue(NamedTuple):
-    """A leaf that one rank writes for all that have it."""
+    """A leaf, or a part of a tensor, that one rank writes for all that have it."""
 
     key: str
     value: Any
+    start: Shape = ()
+    shape: Shape | None = None  # of the part, None for all
 
 
 class EncodedValue(NamedTuple):
@@ -51,12 +60,41 @@ Candidate = ShardedTensor | ShardedObject | CommonValue
 Leaf = Candidate | EncodedValue
 
 
-def list_candidates(entries: Entries) -> list[Candidate]:
-    """List the leaves that a rank may write: shards, objects, then common leaves."""
+def list_candidates(entries: Entries, size: int = 1) -> list[Candidate]:
+    """List the leaves that one of ``size`` ranks may write: shards, objects, then common leaves.
+
+    A large common tensor has a part for each rank. All ranks cut it alike.
+    """
     shards = [one for _, one in entries.tensors if is_main_replica(one.replica_id)]
     objects = [one for _, one in entries.objects if is_main_replica(one.replica_id)]
-    common = [CommonValue(name, value) for name, (_, value) in entries.common.items()]
-    return [*shards, *objects, *(one for one in common if one.key not in entries.merged)]
+    common: list[CommonValue] = []
+    for name, (_, value) in entries.common.items():
+        if name in entries.merged:
+            continue
+        if isinstance(value, torch.Tensor):
+            num_parts = min(size, prod(value.shape) * value.dtype.itemsize // PART_BYTES)
+            boxes = _cut_boxes(tuple(value.shape), num_parts)
+            common += [CommonValue(name, value, *box) for box in boxes]
+        else:
+            common.append(CommonValue(name, value))
+    return [*shards, *objects, *common]
+
+
+def _cut_boxes(shape: Shape, count: int) -> list[tuple[Shape, Shape]]:
+    """Cut a tensor along an axis into parts of about equal size. Each has an offset and a shape."""
+    if count < 2:
+        return [((0,) * len(shape), shape)]
+    longest = max(range(len(shape)), key=shape.__getitem__)
+    # The first axis that is long enough, since parts along it are whole runs of memory.
+    wide = (axis for axis, length in enumerate(shape) if length >= count * _EVEN_ROWS)
+    axis = next(wide, longest)
+    ends = [shape[axis] * number // count for number in range(count + 1)]
+    before, after = shape[:axis], shape[axis + 1 :]
+    return [
+        ((0,) * axis + (start,) + (0,) * len(after), (*before, end - start, *after))
+        for start, end in pairwise(ends)
+        if start < end
+    ]
 
 
 def key_of(leaf: Leaf) -> str:
@@ -68,8 +106,13 @@ def tensor_of(leaf: Leaf) -> torch.Tensor | None:
     """Return the plain local tensor of a leaf, None for other values."""
     if isinstance(leaf, ShardedTensor) and leaf.data is not None:
         return with_leading_axes(leaf.data, leaf.prepend_axis_num).as_subclass(torch.Tensor)
-    value = leaf.value if isinstance(leaf, CommonValue) else None
-    return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else None
+    if not isinstance(leaf, CommonValue) or not isinstance(leaf.value, torch.Tensor):
+        return None
+    tensor = leaf.value.detach().as_subclass(torch.Tensor)
+    for axis, length in enumerate(leaf.shape or ()):
+        if length != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, leaf.start[axis], length)
+    return tensor
 
 
 def encode_value(leaf: Leaf, *, weights_only: bool) -> bytes:
@@ -117,10 +160,8 @@ def data_problem(data: torch.Tensor | None) -> str | None:
 
 def stage_leaf(leaf: Candidate, *, weights_only: bool) -> Leaf:
     """Copy a leaf that this rank writes, or start to copy it, to the CPU."""
-    if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-        return replace(leaf, data=start_host_copy(to_local_if_dtensor(leaf.data)))
-    if isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
-        return CommonValue(leaf.key, start_host_copy(leaf.value))
+    if (tensor := tensor_of(leaf)) is not None:
+        return CommonValue(key_of(leaf), start_host_copy(tensor))
     return EncodedValue(key_of(leaf), encode_value(leaf, weights_only=weights_only))
 
 
@@ -252,16 +293,17 @@ def start_content(leaf: Leaf, *, weights_only: bool) -> Callable[[], torch.Tenso
     tensor = tensor_of(leaf)
     if tensor is None:
         return partial(encode_value, leaf, weights_only=weights_only)
-    plain, is_alone = tensor.resolve_conj().resolve_neg().contiguous(), True
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
     if not plain.is_cpu:
         plain = start_host_copy(plain)
-    else:
-        # torch.save writes whole storages, so a view is copied to a storage of its size.
-        is_alone = plain.untyped_storage().nbytes() == prod(plain.shape) * plain.itemsize
+    elif plain.nbytes and plain.untyped_storage().nbytes() != plain.nbytes:
+        # torch.save writes whole storages, so a view becomes a storage of its size, not copied.
+        alone = torch.frombuffer(memory_of(plain), dtype=torch.uint8)
+        plain = alone.view(plain.dtype).view(plain.shape)
     number = _ring.num_started
 
     def finish() -> torch.Tensor:
         _ring.finish(number)  # an asynchronous save has started the copy earlier
-        return plain if is_alone else plain.clone()
+        return plain
 
     return finish

@@ -56,8 +56,8 @@ class ShardRecord(NamedTuple):
         return f"dtype {self.dtype} shape {self.global_shape}" if self.dtype else "no tensor"
 
     def count_bytes(self) -> int:
-        """Return the size of the shard."""
-        itemsize: int = getattr(torch, self.dtype).itemsize
+        """Return the size of the shard, 0 if it is no tensor."""
+        itemsize: int = getattr(torch, self.dtype).itemsize if self.dtype else 0
         return prod(self.shard_shape) * itemsize
 
 

@@ -6,7 +6,8 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from heapq import heapreplace
 from io import BytesIO
 from math import prod
 from typing import Any, NamedTuple
@@ -65,15 +66,14 @@ def describe_leaves(
     weights_only: bool = True,
 ) -> Description:
     """Describe the leaves of one of ``size`` ranks, also as candidates. No communication."""
-    records = validation.describe_entries(entries)
+    records = validation.describe_entries(entries, is_first=False)
+    common = [_describe_common(one) for one in leaves if isinstance(one, staging.CommonValue)]
     values = {name: value for name, (_, value) in entries.common.items() if size > 1}
     return Description(
         dict(facts),
-        validation.encode_records(
-            [one for one in records if one.is_written and one.kind != "common"]
-        ),
+        validation.encode_records([one for one in records if one.is_written]),
         validation.encode_records([one for one in records if not one.is_written]),
-        validation.encode_records([one for one in records if one.kind == "common"]),
+        validation.encode_records(common),
         [one.unique_key for one in leaves if isinstance(one, ShardedObject)],
         [number for number, one in enumerate(leaves) if _may_be_shared(one, size)],
         _pack({name: staging.digest_of(value).hex() for name, value in values.items()}),
@@ -85,6 +85,13 @@ def describe_leaves(
         _pack(_digest_replicas(entries) if check_replicas and size > 1 else {}),
         _pack(list(named_paths(entries))),
     )
+
+
+def _describe_common(leaf: staging.CommonValue) -> validation.ShardRecord:
+    if leaf.shape is None:
+        return validation.ShardRecord("common", leaf.key, True)
+    dtype, shape = str(leaf.value.dtype).removeprefix("torch."), tuple(leaf.value.shape)
+    return validation.ShardRecord("common", leaf.key, True, dtype, shape, leaf.start, leaf.shape)
 
 
 def _may_be_shared(leaf: staging.Candidate, size: int) -> bool:
@@ -167,8 +174,9 @@ class GlobalPlan:
         if names := sorted(different.keys() - roles.keys() - {one.key for one in self.merged}):
             warnings.warn(titled_list(_DIFFERENT_VALUES, names, "key"), stacklevel=3)
         self.flags = [bytearray([WRITTEN] * len(records)) for records in self._shards]
+        self._load = [0] * len(ranks)  # bytes of leaves that several ranks have, by writer
         self._share_bare_shards()
-        self._assign_common()
+        self._assign_common(different.keys())
 
     def _share_bare_shards(self) -> None:
         """Let one rank write each shard that several hold."""
@@ -178,36 +186,64 @@ class GlobalPlan:
                 holders.setdefault(self._shards[rank][number], []).append((rank, number))
         shared = {record: found for record, found in holders.items() if len(found) > 1}
         # Greedy balance: the largest shard first, each to the holder with the fewest bytes so far.
-        load = [0] * len(self._ranks)
         for record in sorted(shared, key=validation.ShardRecord.count_bytes, reverse=True):
-            writer = min(shared[record], key=lambda holder: load[holder[0]])
-            load[writer[0]] += record.count_bytes()
+            writer = min(shared[record], key=lambda holder: self._load[holder[0]])
+            self._load[writer[0]] += record.count_bytes()
             for rank, number in shared[record]:
                 is_writer = (rank, number) == writer
                 self.flags[rank][number] = COMPARED | WRITTEN if is_writer else COMPARED
 
-    def _assign_common(self) -> None:
-        """Let the first rank that has a common leaf write it. Tensors must be alike."""
+    def _assign_common(self, different: Collection[str]) -> None:
+        """Choose the writer of each common leaf: the first rank that has it.
+
+        Equal tensors are spread if the first rank would write much more than another.
+        """
+        ranks_of: dict[bytes, list[int]] = {}  # those with the same leaves
+        for rank, description in enumerate(self._ranks):
+            ranks_of.setdefault(description.common, []).append(rank)
         found: dict[str, tuple[int, validation.ShardRecord]] = {}
+        holders: dict[validation.ShardRecord, list[tuple[bytes, int]]] = {}
         problems: dict[str, str] = {}
-        for rank, records in enumerate(self._common):
-            for record in records:
-                first, other = found.setdefault(record.key, (rank, record))
+        for packed, ranks in ranks_of.items():
+            flags = bytearray()
+            for number, record in enumerate(self._common[ranks[0]]):
+                first, other = found.setdefault(record.key, (ranks[0], record))
                 if record.key in self._per_rank or record.key in self._left_out:
-                    self.flags[rank].append(PER_RANK if record.key in self._per_rank else 0)
+                    # The first part is written as an object with all of the tensor.
+                    is_whole = record.key in self._per_rank and not any(record.global_offset)
+                    flags.append(PER_RANK if is_whole else 0)
                     continue
-                self.flags[rank].append(WRITTEN if first == rank else 0)
-                if other != record and record.key not in problems:
-                    kinds = (
-                        f"{other.describe()} on rank {first}, {record.describe()} on rank {rank}"
-                    )
-                    problems[record.key] = f"{record.key!r}: {kinds}"
+                flags.append(0)
+                holders.setdefault(record, []).append((packed, number))
+                if (other.dtype, other.global_shape) != (record.dtype, record.global_shape):
+                    kinds = f"{other.describe()} on rank {first}, {record.describe()} on rank "
+                    problems.setdefault(record.key, f"{record.key!r}: {kinds}{ranks[0]}")
+            for rank in ranks:
+                self.flags[rank] += flags
         if problems:
             title = (
                 "ranks hold different things under one key, of which only one could be saved. Give "
                 "each a separate key, or describe shards by ShardedTensor"
             )
             raise CheckpointingException(titled_list(title, list(problems.values())))
+        queues = {packed: [(0, rank) for rank in ranks] for packed, ranks in ranks_of.items()}
+        for record in sorted(holders, key=validation.ShardRecord.count_bytes, reverse=True):
+            packed, number = holders[record][0]
+            writer = ranks_of[packed][0]
+            if record.dtype and record.key not in different:
+                # The rank with the fewest bytes so far, over all that have the tensor.
+                lowest = [(*self._find_idle(queues[one]), at) for one, at in holders[record]]
+                num_bytes, idle, place = min(lowest)
+                if self._load[writer] >= num_bytes + staging.PART_BYTES:
+                    writer, number = idle, place
+            self._load[writer] += record.count_bytes()
+            self.flags[writer][len(self._shards[writer]) + number] = WRITTEN
+
+    def _find_idle(self, queue: list[tuple[int, int]]) -> tuple[int, int]:
+        """Return the fewest bytes that a rank in a heap writes so far, and the rank."""
+        while (num_bytes := self._load[queue[0][1]]) != queue[0][0]:
+            heapreplace(queue, (num_bytes, queue[0][1]))
+        return queue[0]
 
     def require_whole(self) -> None:
         """Raise CheckpointingException if the shards of all ranks do not make whole tensors."""
