@@ -149,6 +149,7 @@ def test_a_killed_launcher_leaves_no_rank_claim_or_temporary_folder(tmp_path: Pa
     check_unclaimed(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
     with started(tmp_path, *WORDS) as job:
         wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)
