@@ -97,8 +97,7 @@ def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: 
     path = Path(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     device = torch.device(kind) if kind == "cpu" else current_device()
-    drawn = mock.patch.object(Loop, "_draw")
-    with drawn, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with mock.patch.object(Loop, "_draw"), contextlib.redirect_stdout(io.StringIO()) as printed:
         train(settings, RunFolder(path), device, resume=path if resume else None)
     return printed.getvalue()
 
