@@ -41,9 +41,10 @@ GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
 def guide_line(port: int) -> list[str]:
-    """The words of the guide's torchrun command, for this host and a free port."""
+    """The words of the guide's torchrun command, for one rank a node, this host and a free port."""
     [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
-    return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
+    here = line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}")
+    return shlex.split(here.replace("--nproc-per-node 2", "--nproc-per-node 1"))
 
 
 # A rank that saves its second checkpoint waits for a file, or it could be done before it is killed.

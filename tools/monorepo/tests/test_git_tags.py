@@ -3,11 +3,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from monorepo.git_tags import (
-    last_tag,
-    parse_tag,
-    release_tags,
-)
+from monorepo.git_tags import last_tag, parse_tag, release_tags
 from monorepo.tests.sample_repository import SampleRepository
 
 PACKAGES = ("mcore-tensor", "mcore-tensor-extra")

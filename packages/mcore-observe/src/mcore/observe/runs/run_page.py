@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
+from mcore.observe.files import replacing
 from mcore.observe.runs.slow_ranks import SlowRank, factors_by_rank, slow_ranks
 from mcore.observe.runs.tables import Run
 
@@ -83,10 +84,8 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
     }
     template = (_HERE / "run_page.html").read_text(encoding="utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    with replacing(path) as file:
+        file.write(page.encode())
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
