@@ -124,6 +124,11 @@ class PlainGPT(torch.nn.Module):
         result: torch.Tensor = self._norm("final_norm", x) @ self.weights[head].T
         return result
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of each parameter, by its name in checkpoints."""
+        weights = self.weights.items()
+        return {key.replace("/", "."): one.grad for key, one in weights if one.grad is not None}
+
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over all bytes of a batch: nats, or squared errors of the column in the line."""
         output = self(batch["tokens"])
@@ -167,14 +172,11 @@ class PlainSteps:
 
     def __init__(self, model: PlainGPT, *, fused: bool = False) -> None:
         self.model, self.settings = model, model.settings
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        vectors = [p for p in model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=(0.9, 0.95),
-            fused=fused,
-        )
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() in dims], "weight_decay": decay}
+            for dims, decay in (((2,), 0.1), ((1,), 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
 
     def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """Update the model by the loss of a step, from 1. Returns the norm of the gradients."""
@@ -216,11 +218,7 @@ def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
     """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
     torch.autograd.backward(model.loss(_draw_batch(settings, load_corpus().train, 1)))
-    return {
-        name.replace("/", "."): weight.grad
-        for name, weight in model.weights.items()
-        if weight.grad is not None
-    }
+    return model.gradients()
 
 
 def parts_of(
