@@ -76,6 +76,7 @@ def test_the_number_of_the_user_comes_first(
         assert choose_threads(tmp_path)[0] == 2
 
 
+@pytest.mark.slow
 def test_a_command_bound_to_one_cpu_sets_and_reports_one_thread(tmp_path: Path) -> None:
     """As by taskset. Another test gives the command a number."""
     words = (*TINY, "--train-iters", "1", "--ranks", "1", "--no-mlflow", "--no-tensorboard")

@@ -31,8 +31,8 @@ from pretrain.cli.checks import check
 from pretrain.settings import Settings
 
 NAMES = [
-    "tp2-cp1-dp1 ep1 sp packed", "tp1-cp2-dp1 ep2 fsdp packed",
-    "tp1-cp1-pp2-vpp2-dp1 ep1 recompute packed", "tp1-cp1-dp2 fsdp bf16", "tp2-cp1-dp1 bf16",
+    "tp2-cp1-dp1 ep1 sp packed", "tp1-cp2-dp1 ep2 fsdp recompute packed",
+    "tp1-cp1-pp2-vpp2-dp1 ep1 packed", "tp1-cp1-dp2 fsdp bf16", "tp2-cp1-dp1 bf16",
 ]  # fmt: skip
 
 
