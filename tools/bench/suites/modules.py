@@ -63,20 +63,13 @@ def _compare_casts(peer: Any, name: str) -> Iterator[Row]:
         ("fp32_to_float16, 100 tuples of 10", fp32_to_float16, (nested, to_half), 1.4),
         (f"float16_to_fp32, list of {_LEAVES}", float16_to_fp32, (half,), None),
     ):
-        sides = function, getattr(peer, function.__name__)
-        agreement = "structure, dtypes and values"
-        yield _compare_outputs(case, sides, arguments, name, target, agreement, number=5)
-
-
-def _compare_outputs(
-    case: str, sides: tuple[Callable[..., Any], Callable[..., Any]], arguments: tuple[Any, ...],
-    name: str, target: float | None, agreement: str, number: int,
-) -> Row:  # fmt: skip
-    ours, theirs = (partial(side, *arguments) for side in sides)
-    return compare(
-        case, ours, name, theirs, target, agreement=agreement, number=number, repeats=_REPEATS,
-        difference="" if _is_equal(ours(), theirs()) else "the results differ",
-    )  # fmt: skip
+        ours = partial(function, *arguments)
+        theirs = partial(getattr(peer, function.__name__), *arguments)
+        yield compare(
+            case, ours, name, theirs, target, agreement="structure, dtypes and values",
+            difference="" if _is_equal(ours(), theirs()) else "converted structures differ",
+            number=5, repeats=_REPEATS,
+        )  # fmt: skip
 
 
 def _is_equal(ours: Any, theirs: Any) -> bool:
@@ -128,13 +121,17 @@ def _compare_calls(peer: Any, name: str) -> Iterator[Row]:
     peer_config = megatron("transformer").TransformerConfig
     ours = Float16Module(TransformerConfig(**_SMALL, bf16=True), _Same())
     theirs = peer.Float16Module(peer_config(**_SMALL, bf16=True), _Same())
-    for text, inputs in (
+    for inputs_text, inputs in (
         ("int64 input", (torch.arange(4),)),
         ("float32 input", (torch.ones(4),)),
         ("8 float32 inputs", tuple(torch.ones(4) for _ in range(8))),
     ):
-        case = f"Float16Module call, {text}"
-        yield _compare_outputs(case, (ours, theirs), inputs, name, None, "outputs", number=200)
+        yield compare(
+            f"Float16Module call, {inputs_text}", partial(ours, *inputs), name,
+            partial(theirs, *inputs), agreement="outputs",
+            difference="" if _is_equal(ours(*inputs), theirs(*inputs)) else "outputs differ",
+            number=200, repeats=_REPEATS,
+        )  # fmt: skip
 
 
 def _compare_sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
