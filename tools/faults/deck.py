@@ -72,7 +72,7 @@ class Phase:
     is_last: bool = False
 
 
-_SAVE = "mcore.parallel.checkpoint.files"
+_SAVE = "mcore.parallel.checkpoint"
 _SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
 _FORWARD = ("pretrain.run.steps:Steps._compute_loss", "pretrain.run.pipeline_steps:_Work.forward")
 _ALL_TO_ALL = "pretrain.model.experts:all_to_all"
@@ -106,13 +106,13 @@ PHASES = (
     Phase("log", ("pretrain.run.loop:training_log",)),
     Phase("validation", ("pretrain.run.steps:Steps.validation_loss",), 1),
     Phase("save", ("pretrain.run.checkpoints:CheckpointedState.save",), 2),
-    Phase("save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=_SAVES),
-    Phase("save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), _SAVES),
-    Phase("save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), _SAVES),
+    Phase("save: files", (f"{_SAVE}.save:write_file",), 2, variants=_SAVES),
+    Phase("save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), _SAVES),
+    Phase("save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), _SAVES),
     Phase("saved", ("pretrain.run.checkpoints:CheckpointedState.save",), 2, how="after"),
-    Phase("async save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=("async",)),
-    Phase("async save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), ("async",)),
-    Phase("async save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), ("async",)),
+    Phase("async save: files", (f"{_SAVE}.save:write_file",), 2, variants=("async",)),
+    Phase("async save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), ("async",)),
+    Phase("async save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), ("async",)),
     Phase("async save: joined", ("pretrain.run.saving:Saver.wait",), 2, variants=("async",)),
     Phase("deletion of old ones", ("pretrain.run.saving:keep_last",), 1, (0,), ("fsdp", "async")),
     Phase("close", ("mcore.observe:GlobalState.close",), 1, is_last=True),
