@@ -445,6 +445,16 @@ def test_parameters_that_are_gathered_late_are_ready():
     assert entry.data.tolist() == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_parameters_that_are_gathered_late_are_ready_in_a_plain_state_dict(is_wrapped):
+    module = MegatronModule(None) if not is_wrapped else torch.nn.Module()
+    module.linear = torch.nn.Linear(1, 1, bias=False)
+    model = Float16Module(SimpleNamespace(bf16=True), module) if is_wrapped else module
+    weight = module.linear.weight
+    weight._ensure_param_ready_callback = lambda: setattr(weight, "data", torch.tensor([[3.0]]))
+    assert model.state_dict_for_save_checkpoint()["linear.weight"].item() == 3.0
+
+
 def test_a_checkpoint_with_activation_checkpointing_loads_without_it(tmp_path):
     def model(wrap, seed):
         torch.manual_seed(seed)

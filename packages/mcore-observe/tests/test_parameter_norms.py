@@ -284,3 +284,30 @@ def test_what_is_no_dtensor_is_named():
     assert calc_dtensor_params_l2_norm([]) == 0.0
     with pytest.raises(RuntimeError, match="parameter 0 is a Tensor, not a DTensor"):
         calc_dtensor_params_l2_norm([torch.ones(2)])
+
+
+def gathered_late(parameter):
+    parameter._ensure_param_ready_callback = lambda: parameter.data.fill_(2)
+    return parameter
+
+
+@pytest.mark.parametrize("force_create_fp32_copy", [False, True])
+def test_parameters_that_are_gathered_late_count_with_their_values(force_create_fp32_copy):
+    layer = ones_layer()
+    gathered_late(layer.weight)
+    norm = calc_params_l2_norm(layer, FP32, force_create_fp32_copy=force_create_fp32_copy)
+    assert norm == pytest.approx(2 * math.sqrt(200))
+
+
+def norm_of_a_late_dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    return calc_dtensor_params_l2_norm(
+        [gathered_late(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))]
+    )
+
+
+def test_dtensors_that_are_gathered_late_count_with_their_values():
+    assert run_ranks(norm_of_a_late_dtensor, 1) == [4.0]

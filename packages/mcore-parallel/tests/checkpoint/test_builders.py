@@ -217,3 +217,44 @@ def test_metadata_is_copied_and_completed(fake_world: Any) -> None:
 def test_meta_tensors_are_described_without_data() -> None:
     module = torch.nn.Linear(2, 3, device="meta")
     assert sharded_state_dict_default(module)["weight"].global_shape == (3, 2)
+
+
+class Inner(torch.nn.Linear):
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+
+
+def wrap_like_megatron(inner: torch.nn.Module, name: str, base: type) -> torch.nn.Module:
+    """Wrap as a class of Megatron-LM that inherits a method for the names of its children."""
+    wrapper: Any = type(name, (base,), {"__module__": "megatron.core.distributed"})()
+    wrapper.module = inner
+    return wrapper  # type: ignore[no-any-return]
+
+
+class DescribesChildren(torch.nn.Module):
+    def sharded_state_dict(self, prefix: str = "", **given: Any) -> dict[str, Any]:
+        children = self._modules.items()
+        return {
+            key: value
+            for name, child in children
+            for key, value in child.sharded_state_dict(f"{prefix}{name}.").items()  # type: ignore[union-attr, operator]
+        }
+
+
+@pytest.mark.parametrize("base", [torch.nn.Module, DescribesChildren])
+@pytest.mark.parametrize("inner", [torch.nn.Linear, Inner])
+def test_wrappers_of_megatron_have_no_part_in_the_keys(inner: type, base: type) -> None:
+    half = wrap_like_megatron(inner(2, 1), "Float16Module", base)
+    model = wrap_like_megatron(half, "DistributedDataParallel", base)
+    assert sorted(sharded_state_dict_default(model, "m.")) == ["m.bias", "m.weight"]
+    foreign = wrap_like_megatron(model, "Encoder", torch.nn.Module)
+    assert all(key.startswith("module.") for key in sharded_state_dict_default(foreign))
+
+
+def test_parameters_that_are_gathered_late_are_ready_for_a_plain_module() -> None:
+    module = torch.nn.Linear(1, 1, bias=False)
+    weight: Any = module.weight
+    weight._ensure_param_ready_callback = lambda: setattr(weight, "data", torch.full((1, 1), 3.0))
+    assert sharded_state_dict_default(module)["weight"].data.item() == 3.0

@@ -24,6 +24,7 @@ from mcore.modules.wrappers import find_group, find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups
 from mcore.tensor.dtensor import is_dtensor
+from mcore.tensor.param_flags import ensure_params_ready
 from mcore.versioning.signatures import positional_names
 
 _NAME = "module"
@@ -266,6 +267,7 @@ class Float16Module(MegatronModule):
         Returns:
             The state dict.
         """
+        ensure_params_ready(self.parameters())
         method = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
         state: dict[str, Any] = method(prefix=prefix, keep_vars=keep_vars)
         return state

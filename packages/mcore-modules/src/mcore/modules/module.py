@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from mcore.modules.config import FIELD_CHOICES, is_switched_on, read_field
+from mcore.modules.precision import stamp_fp32_marks
 from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
 from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
+from mcore.tensor.param_flags import ensure_params_ready
 
 _Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
@@ -60,6 +62,7 @@ class MegatronModule(torch.nn.Module):
             >>> list(MegatronModule(None).state_dict_for_save_checkpoint(prefix="model."))
             []
         """
+        ensure_params_ready(self.parameters())
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     @describes_by_walk
@@ -181,4 +184,6 @@ class MegatronModule(torch.nn.Module):
         """
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        return copy_sharing_groups(self, memo)
+        copied = copy_sharing_groups(self, memo)
+        stamp_fp32_marks(copied)  # copies of parameters have no attributes
+        return copied

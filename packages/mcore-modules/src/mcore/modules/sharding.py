@@ -9,12 +9,16 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.traversal import attribute_or_none, iter_modules, look_inside_megatron
+from mcore.modules.traversal import attribute_or_none, iter_modules
 from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.checkpoint.builders import resolve_groups, strip_wrapper_names
+from mcore.parallel.checkpoint.builders import (
+    look_inside_megatron,
+    resolve_groups,
+    strip_wrapper_names,
+)
 from mcore.tensor.param_flags import ensure_params_ready
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"

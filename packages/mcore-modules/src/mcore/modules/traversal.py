@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -16,32 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from mcore.parallel.process_groups import ProcessGroups
 
 _ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
-# Wrappers of Megatron-LM, Megatron-FSDP and Megatron Bridge by class name: they are not imported.
-MEGATRON_WRAPPERS = frozenset(
-    {
-        "_BaseDataParallel",  # the base of the adapters, whose names differ between releases
-        "DistributedDataParallel",
-        "Float16Module",
-        "FullyShardedDataParallel",
-        "MegatronFSDP",
-        "TorchFullyShardedDataParallel",
-    }
-)
-
-
-def is_of_megatron(model: object, names: Collection[str]) -> bool:
-    """Return whether a class of a model is one of Megatron's classes, also a copied one."""
-    return any(
-        cls.__name__ in names and cls.__module__.partition(".")[0].startswith("megatron")
-        for cls in type(model).__mro__
-    )
-
-
-def look_inside_megatron(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module in wrappers of Megatron-LM, which have no name in its state dict."""
-    while (inner := module._modules.get("module")) and is_of_megatron(module, MEGATRON_WRAPPERS):
-        module = inner
-    return module
 
 
 def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -11,12 +11,8 @@ import torch
 
 from mcore.modules.config import read_field
 from mcore.modules.module import MegatronModule
-from mcore.modules.traversal import (
-    MEGATRON_WRAPPERS,
-    has_own_attribute,
-    is_of_megatron,
-    iter_modules,
-)
+from mcore.modules.traversal import has_own_attribute, iter_modules
+from mcore.parallel.checkpoint.builders import MEGATRON_WRAPPERS, is_of_megatron
 from mcore.parallel.groups import get_pg_size
 from mcore.parallel.process_groups import get_default_process_groups
 

@@ -16,7 +16,7 @@ from mcore.parallel.reductions import sum_over_group
 from mcore.parallel.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 from mcore.tensor.multi_tensor import local_multi_tensor_l2_norm
-from mcore.tensor.param_flags import param_is_not_shared
+from mcore.tensor.param_flags import ensure_params_ready, param_is_not_shared
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +137,7 @@ def calc_params_l2_norm(
             if callable(stop):
                 stop()
         return _compute_dtensor_norm(p for chunk in chunks for p in chunk.named_parameters())
+    ensure_params_ready(parameter for chunk in chunks for parameter in chunk.parameters())
     groups = find_process_groups(pg_collection, model)
     tp, expt_tp = getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
     is_half = any(getattr(model_config, name, False) is True for name in ("bf16", "fp16"))
@@ -247,6 +248,7 @@ def _compute_dtensor_norm(named: Iterable[tuple[str, torch.Tensor]]) -> float:
                 "unknown: split the whole model, or call without use_megatron_fsdp"
             )
         parameters.append(parameter)
+    ensure_params_ready(parameters)
     return _copy_root(_sum_squares(parameters))
 
 

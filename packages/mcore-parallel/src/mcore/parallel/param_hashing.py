@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -108,12 +107,9 @@ def _hash_queue(
             return digests
         hasher = new_hasher()
         for _, tensor in named.parts:
-            with _use_device(tensor.device):
+            # An accelerator is made current in this thread, which else initialises the first one.
+            index = None if tensor.device.type == "cpu" else tensor.device.index
+            with torch.accelerator.device_index(index):
                 for piece in pieces.of(tensor):
                     hasher.update(piece)
         digests[id(named.param)] = hasher.digest()
-
-
-def _use_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator current in this thread, which else initialises the first one."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

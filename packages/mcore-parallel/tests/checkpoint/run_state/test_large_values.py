@@ -40,6 +40,7 @@ class Average:
         self.shadow, self.more = state["shadow"], state["more"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_tensors_have_keys_and_are_read_into_place(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     ema = {"a": torch.rand(COUNT), "b": torch.rand(3, 2)}
@@ -66,7 +67,7 @@ def test_tensors_have_keys_and_are_read_into_place(tmp_path: Path) -> None:
     fresh = Average(0.0, is_empty=True)
     load_training_state(tmp_path / "a", model, ema=None, average=fresh)
     assert fresh.shadow["w"].eq(2.0).all()
-    assert fresh.more == [torch.tensor([2.0]), {3: "three"}]
+    assert fresh.more == [torch.tensor([2.0], device="cpu"), {3: "three"}]
 
 
 MEASURE = """

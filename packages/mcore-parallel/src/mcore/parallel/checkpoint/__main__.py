@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, **arguments: Any) -> int:
     """Run a command. Each imports only the modules that it needs, which takes seconds."""
     module = importlib.import_module(f"mcore.parallel.checkpoint.{_MODULES[command]}")
-    code: int = getattr(module, command.replace("-", "_"))(**arguments)
-    return code
+    return int(getattr(module, command.replace("-", "_"))(**arguments))
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from mcore.parallel.groups import GroupLike, as_process_group, get_pg_size, grou
 from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
+from mcore.tensor.param_flags import ensure_params_ready
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,13 @@ _FIELD_OPTIONS = frozenset({"allow_shape_mismatch", "flattened_range"})
 # The names of the modules inside wrappers of torch. state_dict() drops them from its keys, except
 # for torch.compile, and a model is saved and loaded with and without each wrapper.
 _INSIDE_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+# Wrappers of Megatron-LM, Megatron-FSDP and Megatron Bridge by class name: they are not imported.
+# _BaseDataParallel is the base of the adapters, whose names differ between releases.
+MEGATRON_WRAPPERS = frozenset({"_BaseDataParallel", "DistributedDataParallel", "Float16Module"}) | {
+    "FullyShardedDataParallel",
+    "MegatronFSDP",
+    "TorchFullyShardedDataParallel",
+}
 Offsets = Sequence[Sequence[int]]
 
 
@@ -34,6 +43,21 @@ def strip_wrapper_names(name: str) -> str:
     for inserted in _INSIDE_WRAPPERS:
         name = name.replace(inserted, "")
     return name
+
+
+def is_of_megatron(model: object, names: Collection[str]) -> bool:
+    """Return whether a class of a model is one of Megatron's classes, also a copied one."""
+    return any(
+        cls.__name__ in names and cls.__module__.partition(".")[0].startswith("megatron")
+        for cls in type(model).__mro__
+    )
+
+
+def look_inside_megatron(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module in wrappers of Megatron-LM, which have no name in its state dict."""
+    while (inner := module._modules.get("module")) and is_of_megatron(module, MEGATRON_WRAPPERS):
+        module = inner
+    return module
 
 
 class UnknownGroupError(RuntimeError, ValueError):
@@ -384,33 +408,29 @@ def make_sharded_tensors_for_checkpoint(
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-    replica_id: ReplicaId | None = None  # equal for all entries; resolved at the first use
+    # Equal for all entries, and resolved at the first use. Placements describe a DTensor instead.
+    replica_id = functools.cache(lambda: resolve_ranks(tp_group, dp_cp_group).replica_id)
     sharded: ShardedStateDict = {}
     for given, value in state_dict.items():
         name = strip_wrapper_names(given)
         key = prefix + name
         axis = axes.get(given, axes.get(name))
+        shard: ShardedTensor | ShardedObject
         if name.endswith(extra_state_suffix):
-            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).replica_id
-            sharded[key] = make_sharded_object_for_checkpoint(
-                value, key, sharded_offsets, replica_id
-            )
+            shard = make_sharded_object_for_checkpoint(value, key, sharded_offsets, replica_id())
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"key {key!r}: expected a tensor, got {type(value).__name__}. Only names that end "
                 f"with {extra_state_suffix!r} may have other objects"
             )
         elif axis is not None:
-            sharded[key] = make_tp_sharded_tensor_for_checkpoint(
+            shard = make_tp_sharded_tensor_for_checkpoint(
                 value, key, axis, prepend_offsets=sharded_offsets, **groups
             )
-        elif is_dtensor(value):
-            sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
         else:
-            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).replica_id
-            sharded[key] = make_sharded_tensor_for_checkpoint(
-                value, key, sharded_offsets, replica_id
-            )
+            place = None if is_dtensor(value) else replica_id()
+            shard = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, place, **groups)
+        sharded[key] = shard
     return sharded
 
 
@@ -455,7 +475,8 @@ def sharded_state_dict_default(
     No communication. Works on meta tensors.
 
     Args:
-        module: A module with a ``sharded_state_dict`` method, or any other.
+        module: A module with a ``sharded_state_dict`` method, or any other. Wrappers of Megatron-LM
+            around it have no part in the keys.
         prefix: Put before each name to make the key.
         sharded_offsets: ``(axis, index, count)`` of axes put before the axes of each tensor.
         metadata: Passed to the method. For modules without the method, its ``tp_group`` and
@@ -474,6 +495,7 @@ def sharded_state_dict_default(
         >>> sorted(sharded)
         ['head.bias', 'head.weight']
     """
+    module = look_inside_megatron(module)
     describe = getattr(module, "sharded_state_dict", None)
     if describe is not None:
         if tp_group is not None:
@@ -483,6 +505,7 @@ def sharded_state_dict_default(
         )
         return described
     known = ensure_metadata_has_dp_cp_group(metadata)
+    ensure_params_ready(module.parameters())
     return make_sharded_tensors_for_checkpoint(
         module.state_dict(prefix="", keep_vars=True),
         prefix,

@@ -477,12 +477,6 @@ def _import_megatron(*names: str) -> list[Any]:
         ) from error
 
 
-@functools.cache
-def _drop_at_exit() -> None:
-    """Register, once, the release of references to destroyed groups."""
-    atexit.register(_drop_destroyed)
-
-
 def _drop_destroyed() -> None:
     # The threads of a group that outlives its world abort the interpreter's exit.
     for pgs in list(_living.values()):
@@ -492,6 +486,10 @@ def _drop_destroyed() -> None:
             for group in held
         ):
             pgs._drop()
+
+
+# Registers the release of references to destroyed groups, once.
+_drop_at_exit = functools.cache(functools.partial(atexit.register, _drop_destroyed))
 
 
 def _format(value: object) -> object:

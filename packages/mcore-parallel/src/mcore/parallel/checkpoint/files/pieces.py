@@ -298,7 +298,9 @@ def read_shard(
     stream.skip(begin * row_bytes)
     if len(parts) == 1 and _has_file_layout(shape, parts[0].target, dtype):
         stream.read(memory_of(parts[0].target))
-        _note_change(parts[0].target)
+        # Count a change in place for autograd, which has not seen the read. As bytes: some dtypes
+        # of 4 bits cannot be filled. Flat: an axis of size 1 may have any stride.
+        parts[0].target.view(-1).view(torch.uint8)[:0].zero_()
     elif len(shape) > 1 and row_bytes > len(stream.scratch.memory):
         for row in range(begin, end):
             inside = [
@@ -329,12 +331,6 @@ def _copy_rows(rows: torch.Tensor, first: int, part: Part) -> None:
     for dim in range(1, rows.ndim):
         source = source.narrow(dim, part.start[dim], part.target.shape[dim])
     part.target[begin - part.start[0] : end - part.start[0]].copy_(source)
-
-
-def _note_change(target: torch.Tensor) -> None:
-    """Count a change in place for autograd, which has not seen the read."""
-    # As bytes: some dtypes of 4 bits cannot be filled. Flat: an axis of size 1 may have any stride.
-    target.view(-1).view(torch.uint8)[:0].zero_()
 
 
 def _has_file_layout(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
 from mcore.parallel.shortened import titled_list
+from mcore.tensor.param_flags import ensure_params_ready
 
 _FSDP1 = "_fsdp_wrapped_module"
 
@@ -83,6 +84,7 @@ def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
     for module in modules:
         name_of_key = _make_naming(module, of_keys=True)
         name_of_path = _make_naming(module, of_keys=False)
+        ensure_params_ready(module.parameters())
         # Autograd records which parameters a tensor of a hook is computed from. state_dict() also
         # makes fully_shard restore its shards, so the parameters are listed after it.
         with torch.enable_grad():
@@ -104,7 +106,8 @@ def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
         origins = _find_origins(value) & hidden.keys() if isinstance(value, torch.Tensor) else set()
         names.update({origin: hidden[origin] for origin in origins})
         parts.update({id(value)} if origins else ())
-    clashes += _find_repeated(names.values())
+    every = Counter(name for one in names.values() for name in set(one))
+    clashes += [name for name, times in every.items() if times > 1]
     if clashes:
         title = (
             "the model has different tensors of one name. Name layers by their place in the model"
@@ -123,11 +126,6 @@ def _find_origins(value: torch.Tensor) -> set[torch.Tensor]:
             found.add(leaf)
         nodes += {one for one, _ in node.next_functions if one is not None}.difference(nodes)
     return found
-
-
-def _find_repeated(names: Iterable[Iterable[str]]) -> list[str]:
-    every = Counter(name for one in names for name in set(one))
-    return [name for name, times in every.items() if times > 1]
 
 
 def _list_modules(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
