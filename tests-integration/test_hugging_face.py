@@ -10,17 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from mcore.parallel.checkpoint import (
     CheckpointingException,
@@ -46,11 +37,13 @@ def make_model(kind: str, seed: int = 0) -> Any:
     """A model with random values everywhere, also in biases and norms."""
     torch.manual_seed(seed)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16)
-        model = GPT2LMHeadModel(config)
+        config = transformers.GPT2Config(
+            vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16
+        )
+        model = transformers.GPT2LMHeadModel(config)
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 vocab_size=98, hidden_size=24, intermediate_size=36, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
                 tie_word_embeddings=kind == "tied_llama",
@@ -63,7 +56,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
 
 def read_logits(kind: str, folder: Path) -> torch.Tensor:
-    model = GPT2LMHeadModel if kind == "gpt2" else LlamaForCausalLM
+    model = transformers.GPT2LMHeadModel if kind == "gpt2" else transformers.LlamaForCausalLM
     with torch.no_grad():
         return model.from_pretrained(folder).eval()(TOKENS).logits
 
@@ -242,8 +235,8 @@ def test_tensor_parallel_megatron_models_are_read_by_transformers(
 def test_names_that_transformers_changes_in_its_files_are_hinted_at(tmp_path: Path) -> None:
     """The hint named strict=False only. It has a mapping that works."""
     sizes = {"vocab_size": 98, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
-    config = GPTNeoXConfig(**sizes, num_attention_heads=4)
-    model, other = GPTNeoXForCausalLM(config), GPTNeoXForCausalLM(config)
+    config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=4)
+    model, other = transformers.GPTNeoXForCausalLM(config), transformers.GPTNeoXForCausalLM(config)
     model.save_pretrained(tmp_path / "renamed")
     with pytest.raises(CheckpointingException, match="unused name closest") as caught:
         load_hf(tmp_path / "renamed", other)
@@ -254,8 +247,10 @@ def test_names_that_transformers_changes_in_its_files_are_hinted_at(tmp_path: Pa
     with torch.no_grad():
         assert torch.equal(model.eval()(TOKENS).logits, other.eval()(TOKENS).logits)
 
-    experts = MixtralForCausalLM(
-        MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
+    experts = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2
+        )
     )
     experts.save_pretrained(tmp_path / "split")
     with pytest.raises(CheckpointingException, match="HFTensor for parts") as caught:

@@ -41,9 +41,10 @@ GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
 def guide_line(port: int) -> list[str]:
-    """The words of the guide's torchrun command, for this host and a free port."""
+    """The words of the guide's torchrun command, for one rank a node, this host and a free port."""
     [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
-    return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
+    here = line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}")
+    return shlex.split(here.replace("--nproc-per-node 2", "--nproc-per-node 1"))
 
 
 # A rank that saves its second checkpoint waits for a file, or it could be done before it is killed.
@@ -105,14 +106,7 @@ def test_a_restart_by_torchrun_does_not_reset_the_text_a_second_time(tmp_path: P
     shutil.copytree(tmp_path / "run", tmp_path / "undisturbed")
     words = ["--reset-data", "--data", "other", "--train-iters", "12", "--save-interval", "2"]
     assert pretrain(tmp_path, "--resume", "undisturbed", *words).returncode == 0
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "1",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     done = subprocess.run(
         [*torchrun, "-m", "pretrain", "--resume", "run", *words], cwd=tmp_path, timeout=600,
         env=beginning_with(KILLED_ONCE, tmp_path), capture_output=True, text=True, check=False,

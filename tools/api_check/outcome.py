@@ -36,11 +36,7 @@ class Outcome:
 
 
 def check_package(
-    root: Path,
-    package: str,
-    *,
-    baseline: str | None = None,
-    as_version: Version | None = None,
+    root: Path, package: str, *, baseline: str | None = None, as_version: Version | None = None
 ) -> Outcome:
     """Compare the public names of a package with those of a release, by default the last one."""
     try:
@@ -62,11 +58,7 @@ def check_package(
 
 
 def _compare(
-    package: str,
-    baseline: str,
-    before: Workspace,
-    now: Workspace,
-    version: Version,
+    package: str, baseline: str, before: Workspace, now: Workspace, version: Version
 ) -> Outcome:
     if package not in before.distributions:
         return Outcome(package, PASSED, f"not part of {baseline}, nothing to compare with")
@@ -88,10 +80,7 @@ def announces_breakage(old: Version, new: Version) -> bool:
 
 
 def judge(
-    findings: Sequence[Finding],
-    package: str,
-    step: tuple[Version, Version],
-    workspace: Workspace,
+    findings: Sequence[Finding], package: str, step: tuple[Version, Version], workspace: Workspace
 ) -> list[Finding]:
     """Mark announced breaks, and add the dependants that accept both sides of a break."""
     breaks = any(one.weight is Weight.BREAKAGE for one in findings)

@@ -33,12 +33,10 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
     for package in workspace.distributions.values():
-        for problem in _describe_requirements(package):
-            yield f"{package.name}: {problem}"
+        yield from _describe_requirements(package)
+        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
-    for package in workspace.distributions.values():
-        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_suite(workspace.root, workspace.root, "tools/*/tests", "tests-integration")
 
 
@@ -47,9 +45,9 @@ def _describe_requirements(package: Distribution) -> Iterator[str]:
     for one in package.requirements:
         operators = {each.operator for each in one.specifier}
         if operators & {"==", "==="}:
-            yield f"pins {one}: users could not upgrade it; write a range"
+            yield f"{package.name} pins {one}: users could not upgrade it; write a range"
         elif ">=" not in operators:
-            yield f"requires {one}, which has no floor: write >= and a version"
+            yield f"{package.name} requires {one}, which has no floor: write >= and a version"
 
 
 def _describe_matrix(workspace: Workspace) -> Iterator[str]:
@@ -84,11 +82,12 @@ def _describe_workflows(root: Path) -> Iterator[str]:
 
 def _describe_suite(root: Path, home: Path, *folders: str) -> Iterator[str]:
     """Lost tests: files that pytest does not collect, and fewer tests than the settings promise."""
-    for file in _find_tests(home, *folders):
+    tests = _count_tests(home, *folders)
+    for file in tests:
         if not file.match("test_*.py"):
             yield f"{file.relative_to(root)} has tests, but pytest collects only test_*.py"
     settings = home / "pyproject.toml"
-    floor, count = _FLOOR.search(settings.read_text(encoding="utf-8")), _count_tests(home, *folders)
+    floor, count = _FLOOR.search(settings.read_text(encoding="utf-8")), sum(tests.values())
     if floor is not None and count < int(floor[1]):
         yield f"{settings.relative_to(root)} promises {floor[1]} tests, and there are {count}"
 
@@ -96,20 +95,15 @@ def _describe_suite(root: Path, home: Path, *folders: str) -> Iterator[str]:
 def raise_floor(package: Distribution) -> str:
     """The text of a package's pyproject.toml with the number of its present tests as the floor."""
     text = (package.folder / "pyproject.toml").read_text(encoding="utf-8")
-    count = _count_tests(package.folder, "tests")
+    count = sum(_count_tests(package.folder, "tests").values())
     return _FLOOR.sub(lambda found: f"tests = {max(int(found[1]), count)}", text)
 
 
-def _find_tests(home: Path, *folders: str) -> dict[Path, int]:
-    """The number of tests in each file with tests."""
+def _count_tests(home: Path, *folders: str) -> dict[Path, int]:
+    """The number of tests in each file that has any."""
     files = sorted(file for folder in folders for file in home.glob(f"{folder}/**/*.py"))
     counts = {file: len(_TEST.findall(file.read_text(encoding="utf-8"))) for file in files}
     return {file: count for file, count in counts.items() if count}
-
-
-def _count_tests(home: Path, *folders: str) -> int:
-    counts = _find_tests(home, *folders)
-    return sum(count for file, count in counts.items() if file.match("test_*.py"))
 
 
 def link_problems(root: Path) -> Iterator[str]:

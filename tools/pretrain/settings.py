@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.run_folder import replacing
+from mcore.observe.files import replacing
 from pretrain.usage import UsageError
 
 if sys.version_info >= (3, 11):

@@ -1,4 +1,4 @@
-"""Install one package alone, or all together, and run tests there."""
+"""Install one package alone, or all together, check its contents and run tests there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from monorepo.git_tags import ReleaseTag, export_tree, release_tags
-from monorepo.isolation.checks import TORCH, check_contents, check_imports, check_siblings
 from monorepo.isolation.venv import CleanVenv, IsolationError, build_wheels, make_venv
 from monorepo.ranges import format_requirement, sibling_requirements
 from monorepo.workspace import (
@@ -28,6 +27,24 @@ from monorepo.workspace import (
 # Tests may have hidden files, such as the metadata of a checkpoint.
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*_cache", ".hypothesis")
 _INTEGRATION = "tests-integration"
+TORCH = "torch"
+_IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+name, distribution, *absent = sys.argv[1:]
+package = importlib.import_module(name)
+for module in pkgutil.walk_packages(package.__path__, name + "."):
+    if not module.name.endswith(".__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if f'pip install "{distribution}[' not in str(error):  # the message names its extra
+                raise
+for other in absent:
+    if importlib.util.find_spec(other) is not None:
+        raise SystemExit(f"{other} can be imported, which {name} does not declare")
+if not package.__file__.startswith(sys.prefix):
+    raise SystemExit(f"{name} is imported from {package.__file__}, outside {sys.prefix}")
+"""
 
 
 @dataclass(frozen=True)
@@ -198,3 +215,44 @@ def build_floor_wheels(
         export_tree(workspace.root, tag.name, tree, folder)
         wheels |= build_wheels([load_workspace(tree)[sibling]], scratch / "tagged")
     return wheels
+
+
+def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
+    """Check that an installation without extras has exactly the declared contents."""
+    check_siblings(workspace, target, venv.installed())
+    expected = {target.name, *workspace.closure(target.name)}
+    others = [workspace[name] for name in workspace.names if name not in expected]
+    check_imports(target, venv, [other.module for other in others])
+
+
+def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
+    """Import every module of a distribution from its installation. ``absent`` must not be found.
+
+    A module may refuse if its message names the extra to install.
+    """
+    try:
+        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
+    except IsolationError as error:
+        raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
+
+
+def check_siblings(
+    workspace: Workspace, target: Distribution, installed: Mapping[str, str]
+) -> None:
+    """Compare the installed packages with the declared ones, both ways."""
+    expected = {target.name, *workspace.closure(target.name)}
+    siblings = {*installed}.intersection(workspace.names)
+    if siblings != expected:
+        raise IsolationError(
+            f"the installation of {target.name} brought {sorted(siblings - {target.name})}, but "
+            f"its dependencies lead to {sorted(expected - {target.name})}"
+        )
+    # Requirements are transitive, so each sibling may be the package that needs torch.
+    needs_torch = any(
+        one.name == TORCH for name in expected for one in workspace[name].dependencies
+    )
+    if (TORCH in installed) != needs_torch:
+        raise IsolationError(
+            f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "
+            f"{'missing' if needs_torch else 'installed'}"
+        )

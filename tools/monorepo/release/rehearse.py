@@ -13,16 +13,10 @@ from tempfile import TemporaryDirectory
 
 from packaging.version import Version
 
-from monorepo.isolation.checks import check_siblings
-from monorepo.isolation.venv import (
-    CleanVenv,
-    IsolationError,
-    build,
-    clean_environment,
-    make_venv,
-)
+from monorepo.isolation.run import check_siblings
+from monorepo.isolation.venv import CleanVenv, IsolationError, build, clean_environment, make_venv
 from monorepo.ranges import next_breaking
-from monorepo.release.archives import archive_problems, run_tool
+from monorepo.release.verify import archive_problems, run_tool
 from monorepo.workspace import Distribution, Workspace
 
 # Only the owners of an index account know their public e-mail address.

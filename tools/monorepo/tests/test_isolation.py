@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 
 from monorepo.isolation.__main__ import main
-from monorepo.isolation.checks import check_contents, check_siblings
 from monorepo.isolation.run import (
     build_floor_wheels,
+    check_contents,
+    check_siblings,
     collect_needed,
     find_floor_tags,
     run_tests,
 )
-from monorepo.isolation.venv import (
-    CleanVenv,
-    IsolationError,
-    build_wheels,
-    make_venv,
-)
+from monorepo.isolation.venv import CleanVenv, IsolationError, build_wheels, make_venv
 from monorepo.release.__main__ import main as release
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import REPOSITORY, load_workspace

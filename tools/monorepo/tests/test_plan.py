@@ -9,12 +9,7 @@ import pytest
 
 from monorepo.plan import main
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import (
-    Cell,
-    list_dev_dependencies,
-    read_cells,
-    read_torch_pin,
-)
+from monorepo.workspace import Cell, list_dev_dependencies, read_cells, read_torch_pin
 
 HATCH = """
 [envs.default]

@@ -60,11 +60,7 @@ def run(
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ([], "gw0"),
-        (["folder/test_a.py::test_one"], "none"),
-        (["-p", "no:xdist"], "none"),
-    ],
+    [([], "gw0"), (["folder/test_a.py::test_one"], "none"), (["-p", "no:xdist"], "none")],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_workers_start_unless_a_file_is_named(

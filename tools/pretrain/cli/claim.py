@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from pretrain.run_folder import LOCK_NAME, open_plain
+from mcore.observe.files import open_plain
+from pretrain.run_folder import LOCK_NAME
 from pretrain.usage import UsageError
 
 # A restarted job waits this long for the previous one: ranks outlive their launcher.

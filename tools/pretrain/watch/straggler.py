@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import Outlier, StragglerDetector, StragglerReport, nvtx_range
+from mcore.observe.files import open_plain
 from mcore.observe.runs import log_slow_ranks
 from pretrain.run.saving import attempt
-from pretrain.run_folder import RunFolder, open_plain
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
 from pretrain.watch.logs import is_writer
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from mcore.modules.config import FIELD_CHOICES, is_switched_on, read_field
+from mcore.modules.precision import stamp_fp32_marks
 from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
 from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
 from mcore.tensor.param_flags import ensure_params_ready
@@ -183,4 +184,6 @@ class MegatronModule(torch.nn.Module):
         """
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        return copy_sharing_groups(self, memo)
+        copied = copy_sharing_groups(self, memo)
+        stamp_fp32_marks(copied)  # copies of parameters have no attributes
+        return copied

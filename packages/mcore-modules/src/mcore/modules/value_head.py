@@ -103,22 +103,45 @@ def create_value_head_hook(
         init_method=init_method,
     )
 
-    def hook(model: Any) -> ModelList:
-        chunks = ensure_model_list(model)
-        refuse_data_parallel(chunks)
-        last = _choose_last_chunks(chunks, pp_group, pg_collection, vp_size)
-        # Before the first change: an unknown group or path must leave the model as it was.
-        groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
-        owners = [_find_owner(chunk, output_layer_path) for chunk in last]
-        _clear_ties(chunks)
-        for chunk, group, (owner, name) in zip(last, groups, owners, strict=True):
-            head = _make_like(owner, name, chunk, make, group, fp32_head)
-            if broadcast_init:
-                _broadcast(head)
-            setattr(owner, name, head)
-        return chunks
+    # Not a function in this function: a hook can be pickled, for another process.
+    return partial(
+        _replace_output_layers,
+        make=make,
+        pp_group=pp_group,
+        vp_size=vp_size,
+        tp_group=tp_group,
+        pg_collection=pg_collection,
+        path=output_layer_path,
+        broadcasts=broadcast_init,
+        in_fp32=fp32_head,
+    )
 
-    return hook
+
+def _replace_output_layers(
+    model: Any,
+    *,
+    make: Callable[..., LinearForLastLayer],
+    pp_group: Any,
+    vp_size: int | None,
+    tp_group: Any,
+    pg_collection: Any,
+    path: str,
+    broadcasts: bool,
+    in_fp32: bool,
+) -> ModelList:
+    chunks = ensure_model_list(model)
+    refuse_data_parallel(chunks)
+    last = _choose_last_chunks(chunks, pp_group, pg_collection, vp_size)
+    # Before the first change: an unknown group or path must leave the model as it was.
+    groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcasts) for chunk in last]
+    owners = [_find_owner(chunk, path) for chunk in last]
+    _clear_ties(chunks)
+    for chunk, group, (owner, name) in zip(last, groups, owners, strict=True):
+        head = _make_like(owner, name, chunk, make, group, in_fp32)
+        if broadcasts:
+            _broadcast(head)
+        setattr(owner, name, head)
+    return chunks
 
 
 def make_value_model(

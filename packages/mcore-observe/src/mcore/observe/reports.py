@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.extras import require_extra
+from mcore.observe.files import replacing
 from mcore.parallel import groups
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
@@ -209,10 +210,8 @@ def _save_after_failure(path: str, *details: Any) -> None:
 def _save_snapshot(path: str) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with replacing(target) as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
-    os.replace(partial, target)
 
 
 def _open_nvml_reader() -> Callable[[], int]:

@@ -353,25 +353,25 @@ def index_of_shared_parts(keys: int, chunks: int, axes: int) -> bytes:
     )
 
 
-MILLION = 1_000_000
+MANY = 400_000
 LARGE: dict[str, Callable[[], bytes]] = {
     "a shard of many names": lambda: index_of_shared_parts(1000, 20_000, 1),
     "a shape of many axes": lambda: index_of_shared_parts(1000, 1, 20_000),
-    "dicts": lambda: b"\x80\x04(" + b"}" * MILLION + b"l.",
-    "lists in the memo": lambda: b"\x80\x04(" + b"]\x94" * (MILLION // 2) + b"l.",
-    "nested tuples": lambda: b"\x80\x04)" + b"\x85" * MILLION + b".",
-    "marks": lambda: b"\x80\x04" + b"(" * MILLION + b".",
-    "dicts of one item": lambda: b"\x80\x04\x8c\x01a\x94(" + b"}h\x00Ns" * (MILLION // 5) + b"l.",
+    "dicts": lambda: b"\x80\x04(" + b"}" * MANY + b"l.",
+    "lists in the memo": lambda: b"\x80\x04(" + b"]\x94" * (MANY // 2) + b"l.",
+    "nested tuples": lambda: b"\x80\x04)" + b"\x85" * MANY + b".",
+    "marks": lambda: b"\x80\x04" + b"(" * MANY + b".",
+    "dicts of one item": lambda: b"\x80\x04\x8c\x01a\x94(" + b"}h\x00Ns" * (MANY // 5) + b"l.",
     "records": lambda: (
         f"\x80\x04c{DCP}\nMetadataIndex\n".encode("latin-1")
         + b"\x94("
-        + b"h\x00)\x81" * 250_000
+        + b"h\x00)\x81" * (MANY // 4)
         + b"l."
     ),
-    "texts": lambda: b"\x80\x04(" + b"\x8c\x02ab" * (MILLION // 4) + b"l.",
-    "values": lambda: b"\x80\x04(" + b"N" * MILLION + b"l.",
-    "steps back": lambda: b"\x80\x04" + b"N0" * (MILLION // 2) + b".",
-    "places in the memo": lambda: b"\x80\x04Nr\xff\x42\x0f\x00" + b"N" * MILLION,
+    "texts": lambda: b"\x80\x04(" + b"\x8c\x02ab" * (MANY // 4) + b"l.",
+    "values": lambda: b"\x80\x04(" + b"N" * MANY + b"l.",
+    "steps back": lambda: b"\x80\x04" + b"N0" * (MANY // 2) + b".",
+    "places in the memo": lambda: b"\x80\x04Nr\xff\x42\x0f\x00" + b"N" * MANY,
 }
 
 

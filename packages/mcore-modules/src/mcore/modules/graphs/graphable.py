@@ -46,6 +46,8 @@ class GraphableMegatronModule(MegatronModule):
     Copies and pickles have no graphs, manual hooks or manager state. They get a new default
     manager.
 
+    ``torch.compile`` and ``torch.export`` trace the layer itself, without a manager or graphs.
+
     Args:
         config: Any configuration object.
         vp_stage: Virtual pipeline stage of the layer.
@@ -284,6 +286,8 @@ class GraphableMegatronModule(MegatronModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer through its manager, its graphs or, as any module, its hooks."""
+        if torch.compiler.is_compiling():  # its operations become a part of the compiled graph
+            return super().__call__(*args, **kwargs)
         if self._should_call_local_cudagraph(*args, **kwargs):
             return self.cudagraph_manager(self, args, kwargs)
         if self._should_call_te_cudagraph(*args, **kwargs):

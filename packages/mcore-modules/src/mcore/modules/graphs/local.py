@@ -323,17 +323,8 @@ def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    enum.Enum,
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size),
 )
 
 
