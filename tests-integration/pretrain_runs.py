@@ -51,7 +51,7 @@ TINY = shlex.split(
     "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
 )
 # Steps until a signal comes, most of which is sleep: others need the cores. Busy ones are slow.
-ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:20", "--grace-s", "300")
+ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:60", "--grace-s", "300")
 # Read by every Python that has its folder in the path: ranks give MLflow all the time it needs.
 _PATIENT_RANKS = """
 import os
@@ -97,8 +97,7 @@ def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: 
     path = Path(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     device = torch.device(kind) if kind == "cpu" else current_device()
-    drawn = mock.patch.object(Loop, "_draw")
-    with drawn, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with mock.patch.object(Loop, "_draw"), contextlib.redirect_stdout(io.StringIO()) as printed:
         train(settings, RunFolder(path), device, resume=path if resume else None)
     return printed.getvalue()
 

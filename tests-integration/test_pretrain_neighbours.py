@@ -25,7 +25,6 @@ from pretrain.run_folder import RunFolder
 from pretrain_runs import (
     ENDLESS,
     TINY,
-    curve_of,
     environment,
     losses_of,
     pretrain,
@@ -126,7 +125,7 @@ def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
     )
     assert ended.returncode == 128 + signal.SIGTERM
     last = latest_step(folder)
-    assert list(curve_of(folder.path, "lm loss")) == list(range(1, last + 1))
+    assert len(losses_of(folder.path)) == last
     assert ended.stderr.splitlines() == [
         "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
         f"run/checkpoints/step_{last:08d}. Continue with: hatch run pretrain --resume run"

@@ -106,14 +106,7 @@ def test_a_restart_by_torchrun_does_not_reset_the_text_a_second_time(tmp_path: P
     shutil.copytree(tmp_path / "run", tmp_path / "undisturbed")
     words = ["--reset-data", "--data", "other", "--train-iters", "12", "--save-interval", "2"]
     assert pretrain(tmp_path, "--resume", "undisturbed", *words).returncode == 0
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "1",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     done = subprocess.run(
         [*torchrun, "-m", "pretrain", "--resume", "run", *words], cwd=tmp_path, timeout=600,
         env=beginning_with(KILLED_ONCE, tmp_path), capture_output=True, text=True, check=False,

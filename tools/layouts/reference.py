@@ -47,10 +47,8 @@ class PlainGPT(torch.nn.Module):
             self._draw("head.weight", 256, hidden)
         for layer in range(settings.num_layers):
             name = f"layers.{layer}"
-            self._draw(f"{name}.attention.qkv.weight", 3 * hidden, hidden)
-            self._draw(f"{name}.attention.projection.weight", hidden, hidden, is_added=True)
-            self._fill(f"{name}.attention.qkv.bias", 3 * hidden, 0.0)
-            self._fill(f"{name}.attention.projection.bias", hidden, 0.0)
+            self._make_linear(f"{name}.attention.qkv", 3 * hidden, hidden)
+            self._make_linear(f"{name}.attention.projection", hidden, hidden, is_added=True)
             self._make_feed_forward(f"{name}.feed_forward")
             self._make_norm(f"{name}.attention_norm")
             self._make_norm(f"{name}.feed_forward_norm")
@@ -58,10 +56,12 @@ class PlainGPT(torch.nn.Module):
 
     def _make_feed_forward(self, name: str) -> None:
         hidden = self.settings.hidden_size
-        self._draw(f"{name}.widen.weight", 4 * hidden, hidden)
-        self._draw(f"{name}.narrow.weight", hidden, 4 * hidden, is_added=True)
-        self._fill(f"{name}.widen.bias", 4 * hidden, 0.0)
-        self._fill(f"{name}.narrow.bias", hidden, 0.0)
+        self._make_linear(f"{name}.widen", 4 * hidden, hidden)
+        self._make_linear(f"{name}.narrow", hidden, 4 * hidden, is_added=True)
+
+    def _make_linear(self, name: str, *shape: int, is_added: bool = False) -> None:
+        self._draw(f"{name}.weight", *shape, is_added=is_added)
+        self._fill(f"{name}.bias", shape[0], 0.0)
 
     def _make_norm(self, name: str) -> None:
         self._fill(f"{name}.weight", self.settings.hidden_size, 1.0)

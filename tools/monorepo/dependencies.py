@@ -18,8 +18,9 @@ from monorepo.workspace import Distribution, Workspace
 _FACADES = {"torch.utils.tensorboard": "tensorboard"}
 # Namespaces of distributions that need not be installed here.
 _NAMESPACES = {"megatron": ["megatron-core"]}
-# A module of the standard library since 3.14, and one of type checkers.
-_WITHOUT_DISTRIBUTION = ("annotationlib", "_typeshed")
+# In the standard library since 3.14, known to type checkers only, and an optional kernel of Apex,
+# which no index has.
+_WITHOUT_DISTRIBUTION = ("annotationlib", "_typeshed", "fused_weight_gradient_mlp_cuda")
 _BY_NAME = ("import_module", "__import__")
 
 
@@ -49,8 +50,7 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Yield undeclared imports of a package, and declarations that nothing imports.
 
     A dependency of an extra may be imported in functions and for type checkers. A module may
-    import it at its top only after a call of ``require_extra`` with the extra's name. The same
-    holds for modules that no index has, named under ``[tool.monorepo] not-on-an-index``.
+    import it at its top only after a call of ``require_extra`` with the extra's name.
     """
     required: set[str] = {canonicalize_name(one.name) for one in package.dependencies}
     optional: dict[str, str] = {
@@ -58,8 +58,6 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
         for extra, requirements in package.extras.items()
         for one in requirements
     }
-    free = map(canonicalize_name, package.not_on_an_index)
-    optional.update(dict.fromkeys(free, "not-on-an-index"))
     used: set[str] = set()
     for imported in find_imports(package.source):
         for providers in find_providers(workspace, package, imported.name):

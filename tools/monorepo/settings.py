@@ -33,12 +33,10 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
     for package in workspace.distributions.values():
-        for problem in _describe_requirements(package):
-            yield f"{package.name}: {problem}"
+        yield from _describe_requirements(package)
+        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
-    for package in workspace.distributions.values():
-        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_suite(workspace.root, workspace.root, "tools/*/tests", "tests-integration")
 
 
@@ -47,9 +45,9 @@ def _describe_requirements(package: Distribution) -> Iterator[str]:
     for one in package.requirements:
         operators = {each.operator for each in one.specifier}
         if operators & {"==", "==="}:
-            yield f"pins {one}: users could not upgrade it; write a range"
+            yield f"{package.name} pins {one}: users could not upgrade it; write a range"
         elif ">=" not in operators:
-            yield f"requires {one}, which has no floor: write >= and a version"
+            yield f"{package.name} requires {one}, which has no floor: write >= and a version"
 
 
 def _describe_matrix(workspace: Workspace) -> Iterator[str]:

@@ -48,8 +48,6 @@ class Distribution:
         test_dependencies: Additional requirements of its tests (dependency group ``test``).
         lowest_constraints: Limits for indirect requirements at the lowest versions of the direct
             requirements, which do not work with newer ones (dependency group ``lowest``).
-        not_on_an_index: Optional modules that no requirement can bring
-            (``[tool.monorepo] not-on-an-index``).
         siblings: Names of the required packages of this repository, sorted.
     """
 
@@ -63,7 +61,6 @@ class Distribution:
     extras: Mapping[str, tuple[Requirement, ...]]
     test_dependencies: tuple[Requirement, ...]
     lowest_constraints: tuple[Requirement, ...]
-    not_on_an_index: tuple[str, ...]
     siblings: tuple[str, ...]
 
     @property
@@ -75,11 +72,6 @@ class Distribution:
     def requirements(self) -> tuple[Requirement, ...]:
         """The dependencies and then those of every extra."""
         return (*self.dependencies, *(one for extra in self.extras.values() for one in extra))
-
-    def requires(self, name: str) -> bool:
-        """Whether an installation without extras requires a distribution directly."""
-        wanted = canonicalize_name(name)
-        return any(canonicalize_name(one.name) == wanted for one in self.dependencies)
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,7 @@ def load_workspace(root: Path) -> Workspace:
 
 
 def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
-    project, settings = table["project"], table["tool"].get("monorepo", {})
+    project = table["project"]
     version_file = file.parent / _read_text(file, table, "tool", "hatch", "version", "path")
     dependencies = _parse(project.get("dependencies", ()))
     extras = project.get("optional-dependencies", {})
@@ -169,7 +161,6 @@ def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
         extras={name: _parse(texts) for name, texts in extras.items()},
         test_dependencies=_parse(groups.get("test", ())),
         lowest_constraints=_parse(groups.get("lowest", ())),
-        not_on_an_index=tuple(settings.get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )
 

@@ -74,6 +74,10 @@ CASES = {
         f"{MARKS}{UNDATED}def f(a): ...", f"{MARKS}{UNDATED}def f(): ...",
         "", 1, "PARAMETER_REMOVED f",
     ),
+    "overdue": (
+        f"{MARKS}{DUE}def f(): ...", f"{MARKS}{DUE}def f(): ...",
+        "1.0.0 1.2.0", 0, "OVERDUE f",
+    ),
     "deprecated": ("def f(a): ...", f"{MARKS}{DUE}def f(a): ...", "", 0, ""),
     "still defined": (
         '__all__ = ["f", "g"]\ndef f(): ...\ndef g(): ...',
@@ -227,12 +231,6 @@ def test_public_modules_below_the_package(repository: SampleRepository) -> None:
         "disk.save",
         "listed.t",
     ]
-
-
-def test_an_overdue_removal_is_shown(repository: SampleRepository) -> None:
-    code = f'{MARKS}@deprecated("0.9.0", "1.0.1")\ndef f(a): ...\n'
-    outcome = _after(repository, code, code)
-    assert (outcome.status, _kinds(outcome)) == (0, [("OVERDUE", "f")])
 
 
 @pytest.mark.parametrize("given", ["removal_version=V", "V", "*V", "**V", "removal_version=2"])

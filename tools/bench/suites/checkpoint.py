@@ -40,14 +40,10 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.files.index import read_index
-from mcore.parallel.checkpoint.files.manifest import (
-    MANIFEST_FILE,
-    Piece,
-    StoredKey,
-    encode_manifest,
-)
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, encode_manifest
 from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
+from scale.items import list_pieces
 
 _NUM_TENSORS, _ROWS, _COLUMNS = 64, 4096, 1024  # 16 MiB of float32 each, half of it on a rank
 _SIZE = "1 GiB on 2 ranks"
@@ -118,7 +114,9 @@ def _compare_manifest() -> Row:
     """A manifest of very many pieces, against the parsing of its JSON alone."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         root = Path(folder)
-        _write_large_manifest(root)
+        keys, files = list_pieces(_NUM_PIECES // _PIECES_A_KEY, ranks=_PIECES_A_KEY)
+        (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
+        del keys, files
         num_pieces = len(read_index(root).keys["layer.7"].pieces)
         return compare(
             f"read a manifest of {_NUM_PIECES} pieces", lambda: read_index(root),
@@ -126,20 +124,6 @@ def _compare_manifest() -> Row:
             agreement="number of pieces", repeats=3,
             difference="" if num_pieces == _PIECES_A_KEY else f"{num_pieces} pieces of a key",
         )  # fmt: skip
-
-
-def _write_large_manifest(root: Path) -> None:
-    whole = StoredKey(torch.bfloat16, (8 * _PIECES_A_KEY, 1024), ())
-    keys = {f"layer.{i}": whole for i in range(_NUM_PIECES // _PIECES_A_KEY)}
-    files, span = {}, 17_216
-    for rank in range(_PIECES_A_KEY):
-        name, start = f"__{rank}_0.distcp", (8 * rank, 0)
-        pieces = [
-            (key, Piece(name, at * span, span, span, f"{at:016x}", 704, start, (8, 1024)))
-            for at, key in enumerate(keys)
-        ]
-        files[name] = pieces
-    (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 
 def _measure(folder: str, *, is_small: bool = False) -> tuple[bool, dict[str, dict[str, float]]]:

@@ -82,14 +82,9 @@ def _make_peer(world: int, rank: int) -> Any:
     for _ in range(4 * _NUM_RANGES):
         peer.evt_q.put(_Event())
     _switch_peer(peer, True)
-    temp_c, power_w, util_pct, clock_mhz = _SENSORS
-    cuda: Any = torch.cuda
-    cuda.synchronize = lambda *args: None
-    cuda.current_device = lambda: 0
-    cuda.temperature = lambda *args: temp_c
-    cuda.power_draw = lambda *args: power_w
-    cuda.utilization = lambda *args: util_pct
-    cuda.clock_rate = lambda *args: clock_mhz
+    sensors = zip(("temperature", "power_draw", "utilization", "clock_rate"), _SENSORS, strict=True)
+    for name, value in (("synchronize", None), ("current_device", 0), *sensors):
+        setattr(torch.cuda, name, lambda *_, value=value: value)
     return peer
 
 

@@ -248,7 +248,9 @@ def check_siblings(
             f"its dependencies lead to {sorted(expected - {target.name})}"
         )
     # Requirements are transitive, so each sibling may be the package that needs torch.
-    needs_torch = any(workspace[name].requires(TORCH) for name in expected)
+    needs_torch = any(
+        one.name == TORCH for name in expected for one in workspace[name].dependencies
+    )
     if (TORCH in installed) != needs_torch:
         raise IsolationError(
             f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "

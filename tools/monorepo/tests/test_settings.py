@@ -61,7 +61,7 @@ def test_a_sound_repository_passes(repository: SampleRepository) -> None:
     ("file", "old", "new", "expected"),
     [
         (PYPROJECT, "torch>=2.11", "torch==2.13.0", "pins torch==2.13.0: users could not"),
-        (PYPROJECT, "torch>=2.11", "torch", "mcore-tensor: requires torch, which has no floor"),
+        (PYPROJECT, "torch>=2.11", "torch", "mcore-tensor requires torch, which has no floor"),
         (PYPROJECT, "torch>=2.11", "torch<3,>=2.12", "no cell for torch 2.12 of mcore-tensor"),
         (PYPROJECT, "versioning>=0.1,<0.2", "versioning>=0.1", "a range with a floor and a cap"),
         ("hatch.toml", '"3.11"], torch', '], torch', "[envs.versions] and [envs.matrix] differ"),

@@ -24,7 +24,6 @@ def repository(tmp_path: Path) -> SampleRepository:
 def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
     added = (
         '[project.optional-dependencies]\nfast = ["numba>=0.60"]\n'
-        '[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\n'
         '[dependency-groups]\nlowest = ["numpy<2"]\n'
     )
     repository.replace("packages/mcore-base/pyproject.toml", "[dependency-groups]\n", added)
@@ -37,7 +36,6 @@ def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
     assert base.requirements == (Requirement("packaging>=23.2"), Requirement("numba>=0.60"))
     assert base.test_dependencies == (Requirement("pytest>=8.3"),)
     assert base.lowest_constraints == (Requirement("numpy<2"),)
-    assert base.not_on_an_index == ("own_kernels",)
 
 
 def test_order_closure_and_dependants(repository: SampleRepository) -> None:

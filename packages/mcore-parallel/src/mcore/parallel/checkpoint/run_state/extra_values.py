@@ -83,7 +83,7 @@ def map_tensors(node: Any, key: str, change: Callable[[str, torch.Tensor], Any])
 def _split_tensors(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Replace large tensors by tensors on the meta device, and return the large ones by key.
 
-    They are then written and read one after the other, as those of a model are.
+    They are then written and read one after the other, like the tensors of a model.
     """
     found: list[tuple[str, torch.Tensor]] = []
     map_tensors(value, name, lambda key, one: found.append((key, one)))
