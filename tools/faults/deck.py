@@ -76,7 +76,7 @@ class Phase:
     is_last: bool = False
 
 
-_SAVE = "mcore.parallel.checkpoint.files"
+_SAVE = "mcore.parallel.checkpoint"
 FORWARD = ("pretrain.run.steps:Steps._compute_loss", "pretrain.run.pipeline_steps:_Work.forward")
 _OPTIMIZERS = (
     "pretrain.optim.main_weights:MainWeightOptimizer",
@@ -101,13 +101,13 @@ PHASES = (
     Phase("log", ("pretrain.run.loop:training_log",)),
     Phase("validation", ("pretrain.run.steps:Steps.validation_loss",), 1),
     Phase("save", ("pretrain.run.checkpoints:CheckpointedState.save",), 2),
-    Phase("save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=_SAVES),
-    Phase("save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), _SAVES),
-    Phase("save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), _SAVES),
+    Phase("save: files", (f"{_SAVE}.save:write_file",), 2, variants=_SAVES),
+    Phase("save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), _SAVES),
+    Phase("save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), _SAVES),
     Phase("saved", ("pretrain.run.checkpoints:CheckpointedState.save",), 2, how="after"),
-    Phase("async save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=("async",)),
-    Phase("async save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), ("async",)),
-    Phase("async save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), ("async",)),
+    Phase("async save: files", (f"{_SAVE}.save:write_file",), 2, variants=("async",)),
+    Phase("async save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), ("async",)),
+    Phase("async save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), ("async",)),
     Phase("async save: joined", ("pretrain.run.saving:Saver.wait",), 2, variants=("async",)),
     Phase("deletion of old ones", ("pretrain.run.saving:keep_last",), 1, (0,), ("fsdp", "async")),
     Phase("last step", ("pretrain.run.steps:Steps.train_step",), 1, how="last step", is_last=True),

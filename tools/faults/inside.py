@@ -26,7 +26,6 @@ FOLDER, START, COUNT = "FAULTS_FOLDER", "FAULTS_START", "FAULTS_COUNT"
 UNDER_HATCH = "FAULTS_UNDER_HATCH"
 BALLAST = Path("room", "ballast")  # on the file system of the run
 SLOW_S = 2.0
-_STOPPED_S = 1
 _FULL_FOR_STEPS = 12  # more than a sink may fail in a row
 Function = Callable[..., Any]
 
@@ -152,7 +151,7 @@ def _send(names: str, level: int, folder: Path) -> None:
     pid = (os.getpid, os.getppid, _find_starter)[level]()
     name, _, after = names.partition("+")
     if after:
-        subprocess.Popen(["sh", "-c", f"sleep {_STOPPED_S}; kill -{after} {pid}"])
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -{after} {pid}"])
     os.kill(pid, signal.Signals[f"SIG{name}"])
 
 

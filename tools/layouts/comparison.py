@@ -139,11 +139,7 @@ def _train_routed(settings: Settings, routes: Routes) -> tuple[Reference, int]:
         if isinstance(one, PlainExperts):
             one.routes = routes
     torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
-    gradients = {
-        name.replace("/", "."): float(weight.grad.norm())
-        for name, weight in first.weights.items()
-        if weight.grad is not None
-    }
+    gradients = {name: float(grad.norm()) for name, grad in first.gradients().items()}
     losses, norms = train_plain(
         model, settings, loss_in_parts(model, settings, documents), steps=STEPS + AFTER
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from pretrain.corpus import draw_batch, load_corpus
+from pretrain.corpus import load_corpus
 from pretrain.model.randomness import ParameterInit
 from pretrain.settings import Settings
-from pretrain.windows import Text, starts_in_order
+from pretrain.windows import starts_in_order
 
 Part = tuple[list[int], list[int]]
 
@@ -124,6 +123,11 @@ class PlainGPT(torch.nn.Module):
         result: torch.Tensor = self._norm("final_norm", x) @ self.weights[head].T
         return result
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of each parameter, by its name in checkpoints."""
+        weights = self.weights.items()
+        return {key.replace("/", "."): one.grad for key, one in weights if one.grad is not None}
+
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over all bytes of a batch: nats, or squared errors of the column in the line."""
         output = self(batch["tokens"])
@@ -147,17 +151,13 @@ def plain_losses(settings: Settings) -> list[float]:
 
 def plain_run(settings: Settings) -> tuple[list[float], float]:
     """Train the plain model. Returns the loss of each step and the validation loss at the end."""
-    torch.manual_seed(0)
-    text = load_corpus().train
-    model = PlainGPT(settings)
+    model, corpus, rows = PlainGPT(settings), load_corpus(), slice(None)
     losses, _ = train_plain(
-        model, settings, lambda step: model.loss(_draw_batch(settings, text, step))
+        model, settings, lambda step: model.loss(corpus.training_batch(settings, rows, step))
     )
-    unseen = dataclasses.replace(settings, seed=settings.seed + 1)
     with torch.no_grad():
-        batches = [
-            _draw_batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
-        ]
+        numbers = range(settings.eval_batches)
+        batches = (corpus.validation_batch(settings, rows, number) for number in numbers)
         validation = [model.loss(batch).item() for batch in batches]
     return losses, sum(validation) / len(validation)
 
@@ -167,14 +167,11 @@ class PlainSteps:
 
     def __init__(self, model: PlainGPT, *, fused: bool = False) -> None:
         self.model, self.settings = model, model.settings
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        vectors = [p for p in model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=(0.9, 0.95),
-            fused=fused,
-        )
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() in dims], "weight_decay": decay}
+            for dims, decay in (((2,), 0.1), ((1,), 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
 
     def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """Update the model by the loss of a step, from 1. Returns the norm of the gradients."""
@@ -208,19 +205,12 @@ def train_plain(
     return losses, norms
 
 
-def _draw_batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
-    return draw_batch(text, settings, slice(None), settings.seed, step)
-
-
 def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
     """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
-    torch.autograd.backward(model.loss(_draw_batch(settings, load_corpus().train, 1)))
-    return {
-        name.replace("/", "."): weight.grad
-        for name, weight in model.weights.items()
-        if weight.grad is not None
-    }
+    batch = load_corpus().training_batch(settings, slice(None), 1)
+    torch.autograd.backward(model.loss(batch))
+    return model.gradients()
 
 
 def parts_of(

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from bench.measure import Row, alternate, paired
 from layouts.reference import PlainGPT, PlainSteps
-from pretrain.corpus import draw_batch
 from pretrain.run.loop import Loop
 from pretrain.run.training import build_loop
 from pretrain.run_folder import RunFolder
@@ -79,11 +78,10 @@ def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
     with open_loop(settings) as loop:
         loop.observed.timers("interval-time", log_level=0).start()
         model = PlainGPT(settings)
-        plain, text = PlainSteps(model, fused=True), loop.steps.corpus.train
+        plain, corpus = PlainSteps(model, fused=True), loop.steps.corpus
 
         def take_plain_step(step: int) -> torch.Tensor:
-            batch = draw_batch(text, settings, slice(None), settings.seed, step)
-            loss = model.loss(batch)
+            loss = model.loss(corpus.training_batch(settings, slice(None), step))
             plain.update(step, loss)
             return loss.detach()
 

@@ -13,9 +13,8 @@ from typing import IO
 
 __all__ = ["open_plain", "replacing"]
 
-# The folder may change at any time, so the flags decide, not an earlier look. Windows has none.
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_FLAGS = _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+# Windows has none of the first three.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 _PROBLEM = "it is a link, has a second name, or is no file: replace it by a plain file"
 
 
@@ -44,14 +43,9 @@ def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> i
         ...
         OSError: [Errno ...] it is a link, has a second name, or is no file: replace it ...
     """
-    if not _NO_FOLLOW and os.path.islink(path):
+    if os.path.islink(path):  # a clear message, and all that Windows can do
         raise OSError(errno.ELOOP, _PROBLEM, os.fspath(path))
-    try:
-        descriptor = os.open(path, flags | _FLAGS | getattr(os, "O_BINARY", 0), mode)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
-            raise
-        raise OSError(errno.ELOOP, _PROBLEM, os.fspath(path)) from None
+    descriptor = os.open(path, flags | _FLAGS, mode)
     facts = os.fstat(descriptor)
     if stat.S_ISREG(facts.st_mode) and facts.st_nlink < 2:
         return descriptor

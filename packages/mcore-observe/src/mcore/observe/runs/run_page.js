@@ -106,13 +106,32 @@
     return [pen, width];
   }
 
+  // Losses that differ in such a word share a chart. The loss in training comes first.
+  const PHASE = /(?<=^|[/._ -])(?:(train(?:ing)?)|valid(?:ation)?|val|eval(?:uation)?)(?=$|[/._ -])/i;
+
+  function joined(charts) {
+    const found = new Map();
+    for (const chart of charts) {
+      const shared = chart.name.replace(PHASE, "").replace(/^[/._ -]+|[/._ -]+$/g, "");
+      const key = chart.group === "Loss" ? `Loss ${shared}` : `${chart.group}: ${chart.name}`;
+      found.set(key, [...(found.get(key) || []), chart]);
+    }
+    const isValidation = (chart) => Number((PHASE.exec(chart.name) || [0, 1])[1] === undefined);
+    return [...found.values()].map((parts) => {
+      parts.sort((a, b) => isValidation(a) - isValidation(b));
+      const names = parts.map((part) => part.name);
+      const curves = parts.flatMap((chart, part) => chart.curves.map((curve) => ({ ...curve, part })));
+      return { name: names.join(", "), parts: names, group: parts[0].group, thinned: parts.some((part) => part.thinned), curves };
+    });
+  }
+
   // One chart: a curve for each run that has the metric.
   function lineChart(chart) {
     const canvas = make("canvas", { "aria-hidden": "true" });
     const readout = make("output");
     const nans = chart.curves.reduce((sum, curve) => sum + curve.nan, 0);
-    const ofPart = (curve) => (several ? curve.run : curve.part || 0);
-    const spikes = chart.curves.flatMap((curve) => curve.spikes || []);
+    const ofPart = (curve) => (several ? curve.run : curve.part);
+    const spikes = chart.curves.flatMap((curve) => curve.spikes);
     const spiked = spikes.length ? `${spikes.length} spikes: steps ${spikes.slice(0, 8).join(", ")}${spikes.length > 8 ? ", ..." : ""}` : "";
     const notes = [chart.thinned ? "thinned" : "", spiked, nans ? `NaN at ${nans.toLocaleString("en")} steps` : ""].filter(Boolean);
     const note = notes.length ? ` (${notes.join(", ")})` : "";
@@ -224,7 +243,7 @@
     function read(shown) {
       const parts = shown.map((curve) => {
         const at = state.cursor === null ? curve.x.length - 1 : nearest(curve.x, state.cursor);
-        const name = (several ? `${DATA.runs[curve.run].name}, ` : "") + (chart.parts ? `${shortened(chart.parts[curve.part || 0])}, ` : "");
+        const name = (several ? `${DATA.runs[curve.run].name}, ` : "") + (chart.parts.length > 1 ? `${shortened(chart.parts[curve.part])}, ` : "");
         return make("span", {}, swatch(ofPart(curve)), `${name}${place(curve.x[at])}`, make("b", {}, number(curve.y[at], "NaN")));
       });
       readout.replaceChildren(...parts);
@@ -398,7 +417,7 @@
         if (one.near) one.draw();
       }
     }, { rootMargin: "300px" });
-    const made = [...DATA.charts.map(lineChart), ...DATA.maps.map(rankMap)];
+    const made = [...joined(DATA.charts).map(lineChart), ...DATA.maps.map(rankMap)];
     const groups = [...new Set(made.map((one) => one.group))];
     const last = ["Timers", "Other"];
     groups.sort((a, b) => last.indexOf(a) - last.indexOf(b));

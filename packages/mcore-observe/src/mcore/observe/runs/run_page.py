@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -40,9 +39,6 @@ _GROUPS = (
 )
 _ORDER = ("Loss", "Throughput", "Gradients and learning rate", "Memory", "Experts", "Timers")
 _OTHER = "Other"
-_PHASE = re.compile(
-    r"(?:^|(?<=[/._ -]))(?:(train(?:ing)?)|valid(?:ation)?|val|eval(?:uation)?)(?=$|[/._ -])", re.I
-)
 _GRADIENT_NORM = re.compile(r"\bgrad(?:ient)?[ _/-]?norm$", re.IGNORECASE)
 _SPIKE_WINDOW, _FEWEST_BEFORE, _MAX_SPIKES = 50, 10, 64
 _WORST_NOTE = (
@@ -121,7 +117,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     num_points = min(most, max(fewest, _ALL_POINTS // max(1, num_curves)))
     return {
         "runs": [_describe_run(run) for run in runs],
-        "charts": [_build_chart(names, runs, num_points) for names in _join_losses(charts)],
+        "charts": [_build_chart(name, runs, num_points) for name in charts],
         "maps": maps[:_MAX_MAPS],
         "constants": constants,
         "leftOut": {"charts": len(drawn) - len(charts), "maps": max(0, len(maps) - _MAX_MAPS)},
@@ -173,25 +169,10 @@ def find_spikes(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def _join_losses(names: Sequence[str]) -> list[list[str]]:
-    """Return the metrics of each chart: a loss in training comes before its validation."""
-    charts: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        group = group_of(name)
-        shared = _PHASE.sub("", name).strip("/._ -") if group == "Loss" else name
-        charts.setdefault((group, shared), []).append(name)
-    return [sorted(chart, key=_is_validation) for chart in charts.values()]
-
-
-def _is_validation(name: str) -> bool:
-    phase = _PHASE.search(name)
-    return phase is not None and not phase[1]
-
-
-def _build_chart(names: Sequence[str], runs: Sequence[Run], num_points: int) -> dict[str, Any]:
+def _build_chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
     curves = []
     is_thinned = False
-    for (part, name), (index, run) in product(enumerate(names), enumerate(runs)):
+    for index, run in enumerate(runs):
         points = run.points(name)
         if not points:
             continue
@@ -201,17 +182,13 @@ def _build_chart(names: Sequence[str], runs: Sequence[Run], num_points: int) -> 
         curve: dict[str, Any] = {"run": index, "x": [step for step, _ in kept]}
         curve["y"] = [_round(value) for _, value in kept]
         curve["nan"] = _count_nan(points)
-        if part:
-            curve["part"] = part
-        if spikes:
-            curve["spikes"] = [step for step, _ in spikes]
+        curve["spikes"] = [step for step, _ in spikes]
         if run.times:
             began = min(run.times.values())
             times = [run.times.get(step) for step, _ in kept]
             curve["t"] = [None if time is None else round(time - began, 1) for time in times]
         curves.append(curve)
-    chart = {"name": ", ".join(names), "group": group_of(names[0]), "curves": curves}
-    return chart | {"thinned": is_thinned} | ({"parts": names} if len(names) > 1 else {})
+    return {"name": name, "group": group_of(name), "curves": curves, "thinned": is_thinned}
 
 
 def _describe_run(run: Run) -> dict[str, Any]:
@@ -236,11 +213,6 @@ def _summarize(run: Run) -> Iterator[tuple[str, float | None, str]]:
         count = _count_nan(points)
         more = f"; NaN at {count} of {len(points)} steps" if count else ""
         yield name, _round(points[-1][1]), f"last; least {least:.5g}{more}"
-    for name in filter(_GRADIENT_NORM.search, run.curves):
-        spikes = find_spikes(run.points(name))
-        if spikes:
-            steps = ", ".join(str(step) for step, _ in spikes[:8])
-            yield f"{name} spikes", len(spikes), f"steps {steps}" + ", ..." * (len(spikes) > 8)
     rates = [name for name in run.curves if group_of(name) == "Throughput"]
     for name in sorted(rates, key=lambda name: ("token" not in name, "device" in name))[:2]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]

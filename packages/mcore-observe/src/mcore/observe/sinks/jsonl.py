@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from mcore.observe.files import open_plain, replacing
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.delivery.spool import lock, record_of
 from mcore.observe.sinks.scalars import plain_numbers
 
@@ -83,7 +83,8 @@ class JsonlSink:
             for name, value in plain_numbers(metrics).items()
         }
         for name in _RESERVED.keys() & record:
-            _warn_of_the_name(name)
+            text = "a metric is called %r, which %s, and is not written: rename it"
+            warn_once(logger, text, name, _RESERVED[name])
             del record[name]
         head = {"step": int(step), "time": round(time.time(), 3)}
         line = json.dumps(head | record, allow_nan=False)
@@ -190,13 +191,6 @@ def as_float(value: Any) -> float:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
-
-
-@functools.cache
-def _warn_of_the_name(name: str) -> None:
-    logger.warning(
-        "a metric is called %r, which %s, and is not written: rename it", name, _RESERVED[name]
-    )
 
 
 def _repair_last_line(file: BinaryIO) -> None:

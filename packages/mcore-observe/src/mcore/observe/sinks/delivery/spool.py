@@ -280,10 +280,9 @@ class EarlierSpools:
         for path in spool_files(self.folder, self.tracker):
             try:
                 owner = SpoolOwner(path)
-            except (BlockingIOError, FileNotFoundError):
-                continue
             except OSError as error:
-                logger.warning("cannot send the metrics of an earlier start: %s", error)
+                if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+                    logger.warning("cannot send the metrics of an earlier start: %s", error)
                 continue
             if owner.contents.facts.get("run_id") in (None, "", run_id):
                 yield owner

@@ -215,7 +215,7 @@ def load_hf(
         if casts and not cast:
             raise CheckpointingException(titled_list("casts need cast=True", casts, "tensor"))
         if strict:
-            _require_names(shards, names, keys, is_mapped=mapping is not None)
+            _require_names(shards, names, keys)
         return shards, names, left
 
     with name_checkpoint("load", folder):
@@ -263,11 +263,7 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
 
 
 def _require_names(
-    shards: Iterable[ShardedTensor],
-    names: Mapping[str, list[str]],
-    keys: Mapping[str, StoredKey],
-    *,
-    is_mapped: bool,
+    shards: Iterable[ShardedTensor], names: Mapping[str, list[str]], keys: Mapping[str, StoredKey]
 ) -> None:
     """Raise for tensors that the folder lacks, with the way to name them otherwise."""
     wanted = {one.key for one in shards if prod(one.global_shape)}
@@ -275,13 +271,11 @@ def _require_names(
     if not pairs:
         return
     key, name = pairs[0]
-    [closest] = get_close_matches(name, [*keys.keys() - wanted], 1, 0) or ["its name in the folder"]
-    entry = f"{{{key!r}: {closest!r}}}"
-    given = f"with {entry}" if is_mapped else f"mapping=lambda key: {entry}.get(key, key)"
+    [closest] = get_close_matches(name, [*keys.keys() - wanted], 1, 0) or ["a name in the folder"]
     title = (
         "the folder lacks some tensors. If it has them under other names, or in several parts, "
-        f"pass a mapping to these, such as {given}, with an HFTensor for parts. strict=False keeps "
-        "the present values"
+        f"pass a mapping to these, such as mapping=lambda key: {{{key!r}: {closest!r}}}.get(key, "
+        "key), with an HFTensor for parts. strict=False keeps the present values"
     )
     lines = [f"key {key!r} has no tensor {name!r} in the folder" for key, name in pairs]
     if closest in keys:
