@@ -31,6 +31,7 @@ from mcore.tensor import current_device
 from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
 from pretrain.cli.handshake import LAUNCHER
+from pretrain.run.loop import Loop
 from pretrain.run.steps import Steps
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
@@ -50,7 +51,7 @@ TINY = shlex.split(
     "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
 )
 # Steps until a signal comes, most of which is sleep: others need the cores. Busy ones are slow.
-ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:20", "--grace-s", "300")
+ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:60", "--grace-s", "300")
 # Read by every Python that has its folder in the path: ranks give MLflow all the time it needs.
 _PATIENT_RANKS = """
 import os
@@ -61,7 +62,9 @@ if "RANK" in os.environ:
 """
 Curves = dict[str, dict[int, float]]
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
+OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 SMALL: dict[str, Any] = {
+    **OFF,
     "num_layers": 2,
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -87,11 +90,14 @@ def train_on_ranks(
 
 
 def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: str = "cpu") -> str:
-    """Be one rank of the main job, in a process group that exists; return what it prints."""
+    """Be one rank of the main job, in a process group that exists; return what it prints.
+
+    Its curves are not drawn, which takes longer than many a run. The command draws them.
+    """
     path = Path(run_dir)
     path.mkdir(parents=True, exist_ok=True)
     device = torch.device(kind) if kind == "cpu" else current_device()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with mock.patch.object(Loop, "_draw"), contextlib.redirect_stdout(io.StringIO()) as printed:
         train(settings, RunFolder(path), device, resume=path if resume else None)
     return printed.getvalue()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mcore.parallel.checkpoint import (
+    CheckpointingException,
     gpt2_names,
     llama_names,
     load_hf,
@@ -35,11 +37,13 @@ def make_model(kind: str, seed: int = 0) -> Any:
     """A model with random values everywhere, also in biases and norms."""
     torch.manual_seed(seed)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16)
-        model = GPT2LMHeadModel(config)
+        config = transformers.GPT2Config(
+            vocab_size=98, n_embd=24, n_layer=2, n_head=4, n_positions=16
+        )
+        model = transformers.GPT2LMHeadModel(config)
     else:
-        model = LlamaForCausalLM(
-            LlamaConfig(
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 vocab_size=98, hidden_size=24, intermediate_size=36, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
                 tie_word_embeddings=kind == "tied_llama",
@@ -52,7 +56,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
 
 def read_logits(kind: str, folder: Path) -> torch.Tensor:
-    model = GPT2LMHeadModel if kind == "gpt2" else LlamaForCausalLM
+    model = transformers.GPT2LMHeadModel if kind == "gpt2" else transformers.LlamaForCausalLM
     with torch.no_grad():
         return model.from_pretrained(folder).eval()(TOKENS).logits
 
@@ -226,3 +230,34 @@ def test_tensor_parallel_megatron_models_are_read_by_transformers(
     assert torch.equal(read_logits(kind, tmp_path / "model"), expected_logits(kind))
     names = {name for file in tmp_path.glob("model/*.safetensors") for name in load_file(file)}
     assert ("lm_head.weight" in names) == (kind == "llama")
+
+
+def test_names_that_transformers_changes_in_its_files_are_hinted_at(tmp_path: Path) -> None:
+    """The hint named strict=False only. It has a mapping that works."""
+    sizes = {"vocab_size": 98, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
+    config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=4)
+    model, other = transformers.GPTNeoXForCausalLM(config), transformers.GPTNeoXForCausalLM(config)
+    model.save_pretrained(tmp_path / "renamed")
+    with pytest.raises(CheckpointingException, match="unused name closest") as caught:
+        load_hf(tmp_path / "renamed", other)
+    found = re.search(r"mapping=lambda key: (\{.*?\})\.get", str(caught.value))
+    assert found
+    assert eval(found[1]) == {"lm_head.weight": "embed_out.weight"}
+    load_hf(tmp_path / "renamed", other, lambda key: eval(found[1]).get(key, key))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS).logits, other.eval()(TOKENS).logits)
+
+    experts = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2
+        )
+    )
+    experts.save_pretrained(tmp_path / "split")
+    with pytest.raises(CheckpointingException, match="HFTensor for parts") as caught:
+        load_hf(tmp_path / "split", experts)
+    layer = "model.layers.0"
+    assert (
+        f"lambda key: {{'{layer}.mlp.gate.weight': '{layer}.block_sparse_moe.gate.weight'}}"
+        in str(caught.value)
+    )
+    assert f"'{layer}.mlp.experts.gate_up_proj'" in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from pretrain_runs import (
 )
 from rank_testing import run_ranks
 
-OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 QUIET = (*TINY, "--no-mlflow", "--no-tensorboard", "--no-straggler")
 
 
@@ -131,7 +131,7 @@ def test_another_batch_size_continues_in_the_text_and_a_reset_begins_it(tmp_path
         (tmp_path / name).write_bytes(numbers)
     split = int(len(numbers) * 0.95)
     windows = [list(numbers[at : at + 32]) for at in range(0, split - 32, 32)]
-    shape = {**SMALL, **OFF, "num_layers": 1, "data": str(tmp_path / "text.bin"), "dp": 1}
+    shape = {**SMALL, "num_layers": 1, "data": str(tmp_path / "text.bin"), "dp": 1}
     first = Settings(**shape | {"exit_after": 5})
     second = dataclasses.replace(first, global_batch_size=4, train_iters=13, exit_after=0)
     seen = []
@@ -145,13 +145,21 @@ def test_another_batch_size_continues_in_the_text_and_a_reset_begins_it(tmp_path
     reset = dataclasses.replace(other, reset_data=True)
     [rows] = run_ranks(seen_here, 1, reset, str(tmp_path / "run"), resume=True)
     assert rows == seen[: 2 * 4]
+    # As if it had been killed before its first checkpoint: its config.json has the choice.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000015")
+    for last, expected in ((15, seen[: 2 * 4]), (16, seen[2 * 4 : 3 * 4])):
+        more = dataclasses.replace(other, train_iters=last)
+        [rows] = run_ranks(seen_here, 1, more, str(tmp_path / "run"), resume=True)
+        assert rows == expected
+    history = json.loads((tmp_path / "run" / "config.json").read_text())["history"]
+    assert [one["step"] for one in history if "reset_data" in one["changes"]] == [13, 13]
 
 
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 1, "bf16": True}, {"fsdp": True}])
 def test_a_run_begins_with_the_weights_of_another(layout: dict[str, Any], tmp_path: Path) -> None:
-    source = Settings(**SMALL, **OFF, dp=2)
+    source = Settings(**SMALL, dp=2)
     train_on_ranks(dataclasses.replace(source, train_iters=3), tmp_path / "source")
-    start = Settings(**{**SMALL, **OFF, **layout, "lr": 0.0, "min_lr": 0.0, "train_iters": 1},
+    start = Settings(**{**SMALL, **layout, "lr": 0.0, "min_lr": 0.0, "train_iters": 1},
                      init_from=str(tmp_path / "source"))  # fmt: skip
     train_on_ranks(start, tmp_path / "new")
     before, after = (

@@ -29,12 +29,16 @@ CONSOLE_LINE = re.compile(
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
+def test_a_run_leaves_a_folder_that_holds_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     done = command(
         tmp_path, *TINY, "--tp", "2", "--train-iters", "12", "--log-interval", "4",
         "--eval-interval", "5", "--save-interval", "8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert last_value(done.stdout, "device").endswith(", 3 threads a rank (OMP_NUM_THREADS)")
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-tp2-cp1-dp1", run.name)
 

@@ -72,7 +72,7 @@ def test_errors_still_say_that_the_console_is_full(tmp_path: Path) -> None:
 def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> None:
     """The kernel sends SIGHUP; what the job then says finds no terminal, its exit code is kept."""
     folder = RunFolder(tmp_path / "run")
-    words = [*WORDS, "--train-iters", "100000", "--slow-rank", "1:20", "--grace-s", "300"]
+    words = [*WORDS, "--train-iters", "100000", "--slow-rank", "1:60", "--grace-s", "300"]
     pid, terminal = pty.fork()
     if pid == 0:
         with contextlib.suppress(OSError):

@@ -8,7 +8,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -28,13 +27,12 @@ from pretrain.text.sources import find_sources
 from pretrain.text.tokenizer import open_tokenizer
 from pretrain.usage import UsageError
 from pretrain.windows import permute, starts_in_order
-from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here
+from pretrain_runs import OFF, SMALL, TINY, curve_of, losses_of, pretrain, seen_here
 from rank_testing import run_ranks
 from rank_testing.scripts import run_script
 
 LINE = "the cat sat on the mat. "
 QUICK = [*TINY, "--no-mlflow", "--no-tensorboard", "--no-straggler", "--train-iters", "2"]
-OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 
 
 def write_tokenizer(path: Path) -> Tokenizer:
@@ -107,7 +105,7 @@ def test_ranks_see_every_window_once_whatever_the_layouts_of_the_starts(tmp_path
     (tmp_path / "text.bin").write_bytes(numbers)
     split = int(len(numbers) * 0.95)
     expected = [list(numbers[at : at + 32]) for at in range(0, split - 32, 32)]
-    shape = {**SMALL, **OFF, "num_layers": 1, "data": str(tmp_path / "text.bin")}
+    shape = {**SMALL, "num_layers": 1, "data": str(tmp_path / "text.bin")}
     settings = Settings(**shape | {"train_iters": len(expected) // 8, "micro_batch_size": 2})
     seen = []
     for dp, stop in ((2, 4), (1, 0)):

@@ -46,7 +46,7 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
     ended: str, saves: list[str], statuses: set[str], tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    words = [*TINY, *ENDLESS, *saves, "--keep-last", "2", "--run-dir", "run"]
+    words = [*TINY, *ENDLESS, *saves, "--keep-last", "2", "--no-tensorboard", "--run-dir", "run"]
     with started(tmp_path, *words, patient=True) as job:
         wait_until(lambda: folder.mlflow_facts.exists() and metrics_in(folder) > 0)
         wait_until(lambda: any(folder.checkpoints.glob("step_*")))

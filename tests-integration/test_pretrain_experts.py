@@ -38,7 +38,6 @@ from rank_testing import run_ranks
 SMALL: dict[str, Any] = {**BASE, "experts": 4, "mtp": 1, "balance_loss": 0.5, "z_loss": 0.2}
 
 
-QUIET = {"tensorboard": False, "straggler": False, "mlflow": False, "log_interval": 1}
 # Runs of four ranks that change their layout every two steps; the last part of "first" has one.
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "first": [
@@ -66,7 +65,7 @@ COMPARED = (
 
 def settings_of(**chosen: Any) -> Settings:
     """The settings of a small run that logs every step."""
-    return Settings(**{**SMALL, **QUIET, "dp": 1, "num_layers": 1, **chosen})
+    return Settings(**{**SMALL, "log_interval": 1, "dp": 1, "num_layers": 1, **chosen})
 
 
 def train_on_four(root: str) -> str:

@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import shutil
-import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -18,15 +17,15 @@ import pytest
 
 from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.command import main
-from pretrain.run_folder import RunFolder, open_plain, refuse_foreign, replacing
+from pretrain.run_folder import RunFolder, refuse_foreign
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
+from pretrain.watch.mlflow_run import _make_database
 from pretrain.watch.mlflow_target import choose_target
-from pretrain_runs import TINY, losses_of, pretrain
+from pretrain_runs import OFF, TINY, losses_of, pretrain
 
 PRIVATE = "the user's private text\n" * 400
-OFF = {"mlflow": False, "tensorboard": False, "straggler": False}
 TOKEN = "a-token-of-the-user"
 
 
@@ -111,7 +110,15 @@ def test_a_trusted_folder_is_used_and_its_linked_files_are_not_written(
     """The folder itself may be a link of the user."""
     file = tmp_path / "private.txt"
     file.write_text(PRIVATE)
-    for name in ("loss.png", "straggler.log"):
+    for name in (
+        "loss.png",
+        "straggler.log",
+        "slow_ranks.jsonl",
+        "run.html",
+        "config.json.partial",
+        "mlflow.json",
+        "diverged.txt",
+    ):
         replace(run / name, lambda path: path.symlink_to(file))
     (tmp_path / "mine").symlink_to(run)
     words = ("--resume", str(tmp_path / "mine"), "--train-iters", "4", "--trust-run")
@@ -151,19 +158,27 @@ def test_a_new_run_is_refused_in_an_empty_folder_of_another_user(tmp_path: Path)
     assert "--run-dir run: run belongs to another user (54321)" in done.stderr
 
 
-def test_files_are_opened_without_following_links(tmp_path: Path) -> None:
-    file = tmp_path / "private.txt"
+def test_the_database_is_opened_without_following_links(tmp_path: Path) -> None:
+    """SQLite would fill an empty file of the user, and change tables in another database."""
+
+    class Client:
+        def __init__(self, uri: str) -> None:
+            self.path = Path(uri.removeprefix("sqlite:///"))
+
+        def search_experiments(self, max_results: int) -> None:
+            self.path.write_text("tables")
+
+    folder, file = RunFolder(tmp_path), tmp_path / "private.txt"
     file.write_text(PRIVATE)
-    for kind, link in KINDS.items():
-        path = tmp_path / kind
-        link(path, file)
-        with pytest.raises(OSError, match=r"symbolic links|second name|No such device"):
-            open_plain(path, os.O_WRONLY | os.O_CREAT)
-        partial = tmp_path / f"new.{socket.gethostname()}-{os.getpid()}.partial"
+    partial = tmp_path / "mlflow.db.partial"
+    for link in (KINDS["link"], KINDS["second name"]):
         link(partial, file)
-        with replacing(tmp_path / "new") as opened:
-            opened.write(b"new")
-        assert (tmp_path / "new").read_text() == "new"
+        _make_database(folder, Client)
+        assert folder.mlflow_database.read_text() == "tables"
+        replace(folder.mlflow_database, lambda path, link=link: link(path, file))  # type: ignore[misc]
+        with pytest.raises(OSError, match="it is a link"):
+            _make_database(folder, Client)
+        folder.mlflow_database.unlink()
     assert file.read_text() == PRIVATE
 
 

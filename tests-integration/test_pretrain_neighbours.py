@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,21 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pretrain.cli import launch
+from pretrain.cli.claim import check_unclaimed
 from pretrain.cli.handshake import LAUNCHER, PRIVATE_FOLDER
-from pretrain_runs import ENDLESS, TINY, environment, ranks_below, records_of, started, wait_until
+from pretrain.run.checkpoints import latest_step
+from pretrain.run_folder import RunFolder
+from pretrain_runs import (
+    ENDLESS,
+    TINY,
+    environment,
+    losses_of,
+    pretrain,
+    ranks_below,
+    records_of,
+    started,
+    wait_until,
+)
 from rank_testing.scripts import Script
 
 # Puts a pickle in the rendezvous, if there is a store at the port.
@@ -35,7 +49,10 @@ print("accepted", flush=True)
 """
 # A server of another kind never answers the attack. Longer than a launcher needs to read a key.
 PATIENCE_S = 20
-WORDS = (*TINY, *ENDLESS, "--no-mlflow", "--run-dir", "run", "--log-interval", "1")
+WORDS = (
+    *TINY, *ENDLESS, "--no-mlflow", "--no-tensorboard", "--save-interval", "0",
+    "--run-dir", "run", "--log-interval", "1",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -71,10 +88,15 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return {listed[inode] for inode in inodes if inode in listed}
 
 
-def test_a_run_opens_nothing_on_the_network_and_a_neighbour_runs_no_code(tmp_path: Path) -> None:
-    marker = tmp_path / "owned"
+@pytest.mark.slow
+def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
+    tmp_path: Path,
+) -> None:
+    """It opens nothing on the network, no neighbour runs code in it, no second job continues it."""
+    marker, folder = tmp_path / "owned", RunFolder(tmp_path / "run")
     with training(tmp_path) as job:
-        pids = [job.pid, *ranks_below(job.pid).values()]
+        ranks = ranks_below(job.pid)
+        pids = [job.pid, *ranks.values()]
         assert len(pids) == 3
         found = {pid: listening(pid) for pid in pids}
         assert not found[job.pid]
@@ -89,22 +111,44 @@ def test_a_run_opens_nothing_on_the_network_and_a_neighbour_runs_no_code(tmp_pat
             one.send(signal.SIGKILL)
         private = Path(variable_of(job, PRIVATE_FOLDER))
         assert private.stat().st_mode & 0o777 == 0o700
-        before = len(records_of(tmp_path / "run"))
-        wait_until(lambda: len(records_of(tmp_path / "run")) > before + 2)
+        refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
+        before = len(records_of(folder.path))
+        wait_until(lambda: len(records_of(folder.path)) > before + 2)
         job.send(signal.SIGTERM)
-        assert job.wait(300).returncode == 128 + signal.SIGTERM
+        ended = job.wait(600)
     assert not marker.exists()
     assert not private.exists()
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "pretrain: error: run is in use by another job "
+        f"(host {socket.gethostname()}, process {ranks[0]})\n"
+    )
+    assert ended.returncode == 128 + signal.SIGTERM
+    last = latest_step(folder)
+    assert len(losses_of(folder.path)) == last
+    assert ended.stderr.splitlines() == [
+        "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
+        f"run/checkpoints/step_{last:08d}. Continue with: hatch run pretrain --resume run"
+    ]
+    done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 2))
+    assert done.returncode == 0, done.stderr
+    assert len(losses_of(folder.path)) == last + 2
 
 
-def test_a_killed_launcher_leaves_no_temporary_folder(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_rank_claim_or_temporary_folder(tmp_path: Path) -> None:
     with training(tmp_path) as job:
+        ranks = ranks_below(job.pid)
         private = Path(variable_of(job, PRIVATE_FOLDER))
         assert (private / "ranks").exists()
         job.send(signal.SIGKILL)
         wait_until(lambda: not private.exists())
+    assert len(ranks) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
+    check_unclaimed(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
     with started(tmp_path, *WORDS) as job:
         wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)

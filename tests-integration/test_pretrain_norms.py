@@ -20,9 +20,7 @@ from pretrain_runs import SMALL as BASE
 from pretrain_runs import curves_of, norm_of, train_on_ranks, whole_parameters
 from rank_testing import run_ranks
 
-SMALL = Settings(
-    dp=1, tensorboard=False, log_interval=2, **{**BASE, "train_iters": 3, "save_interval": 2}
-)
+SMALL = Settings(dp=1, log_interval=2, **{**BASE, "train_iters": 3, "save_interval": 2})
 
 
 def gradient_norm_of_one_process(checkpoint: str, step: int) -> float:

@@ -22,10 +22,9 @@ from pretrain.corpus import Corpus, load_cached_corpus, load_corpus
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache
 from pretrain.usage import UsageError
-from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here, train_here
+from pretrain_runs import OFF, SMALL, TINY, curve_of, losses_of, pretrain, seen_here, train_here
 from rank_testing import run_ranks
 
-OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 MULTIPLE = 8
 
 
@@ -50,9 +49,10 @@ def train_layouts(cases: list[tuple[Settings, str]]) -> None:
         train_here(settings, run_dir)
 
 
+@pytest.mark.slow
 def test_losses_and_norms_are_those_of_each_document_alone(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl", count=150)
-    shape = {**SMALL, **OFF, "packed": True, "train_iters": 4}
+    shape = {**SMALL, "packed": True, "train_iters": 4}
     shape["data"] = str(tmp_path / "documents.jsonl")
     exact: list[dict[str, Any]] = [
         {"cp": 4},
@@ -147,7 +147,7 @@ def test_a_resumed_run_sees_each_window_once_in_another_layout(tmp_path: Path) -
     path = tmp_path / "documents.jsonl"
     texts = [f"{number:06d}" * (1 + number % 9) for number in range(99)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    shape = {**SMALL, **OFF, "num_layers": 1, "packed": True, "data": str(path)}
+    shape = {**SMALL, "num_layers": 1, "packed": True, "data": str(path)}
     settings = Settings(**shape | {"micro_batch_size": 2})
     cache = find_cache(settings, tmp_path / "run")
     make_cache(settings, cache)

@@ -25,7 +25,7 @@ from pretrain_runs import SMALL, TINY, curves_of, losses_of, pretrain, train_her
 from rank_testing import run_ranks
 
 ALONE = Settings(
-    dp=1, tensorboard=False, micro_batch_size=2, log_interval=1,
+    dp=1, micro_batch_size=2, log_interval=1,
     **{**SMALL, "num_layers": 4, "train_iters": 4, "eval_batches": 2},
 )  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -52,8 +52,7 @@ def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> 
 
 def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
     """Its ranks took their number for a data-parallel size, with other random streams."""
-    quiet = {"mlflow": False, "tensorboard": False, "straggler": False}
-    settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **quiet, **SMALL)
+    settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL)
     whole = start(settings, tmp_path / "whole")
     start(dataclasses.replace(settings, exit_after=3), tmp_path / "parts")  # which is not kept
     done = pretrain(tmp_path, "--resume", "parts")

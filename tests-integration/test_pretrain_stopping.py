@@ -27,64 +27,14 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_config, read_settings, write_settings
 from pretrain.usage import UsageError
 from pretrain_runs import (
-    ENDLESS,
     TINY,
     curve_of,
     flip_a_bit,
     losses_of,
     patient_main,
     pretrain,
-    ranks_below,
-    started,
-    wait_until,
 )
 from rank_testing import run_ranks
-
-NEVER_SAVED = (*TINY, *ENDLESS, "--no-mlflow", "--save-interval", "0", "--run-dir", "run")
-
-
-@pytest.mark.slow
-def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    with started(tmp_path, *NEVER_SAVED) as job:
-        wait_until(lambda: has_steps(folder))
-        refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
-        rank_0 = ranks_below(job.pid)[0]
-        job.send(signal.SIGTERM)
-        ended = job.wait(600)
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        "pretrain: error: run is in use by another job "
-        f"(host {socket.gethostname()}, process {rank_0})\n"
-    )
-    assert ended.returncode == 128 + signal.SIGTERM
-    last = latest_step(folder)
-    assert list(curve_of(folder.path, "lm loss")) == list(range(1, last + 1))
-    assert ended.stderr.splitlines() == [
-        "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
-        f"run/checkpoints/step_{last:08d}. Continue with: hatch run pretrain --resume run"
-    ]
-    done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 2))
-    assert done.returncode == 0, done.stderr
-    assert len(losses_of(folder.path)) == last + 2
-
-
-@pytest.mark.slow
-def test_ranks_end_when_their_launcher_was_killed(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    with started(tmp_path, *NEVER_SAVED) as job:
-        wait_until(lambda: has_steps(folder))
-        ranks = ranks_below(job.pid)
-        job.send(signal.SIGKILL)
-        job.wait()
-    assert len(ranks) == 2
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
-    check_unclaimed(folder.path)
-
-
-def has_steps(folder: RunFolder) -> bool:
-    """Whether a run has logged some steps."""
-    return folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5
 
 
 def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

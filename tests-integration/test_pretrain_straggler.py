@@ -48,8 +48,8 @@ TINY = shlex.split(
     "--no-mlflow --no-tensorboard"
 )
 SMALL = Settings(
-    tp=2, dp=1, dropout=0.1, log_interval=2, tensorboard=False,
-    **{**BASE, "num_layers": 1, "train_iters": 4},
+    tp=2, dp=1, dropout=0.1, log_interval=2,
+    **{**BASE, "num_layers": 1, "train_iters": 4, "straggler": True},
 )  # fmt: skip
 
 

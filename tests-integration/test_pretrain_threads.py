@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.threads import choose_threads
-from pretrain_runs import TINY, command, environment, last_value
+from pretrain_runs import TINY, environment, last_value
 from rank_testing.scripts import Script
 
 
@@ -76,15 +76,10 @@ def test_the_number_of_the_user_comes_first(
         assert choose_threads(tmp_path)[0] == 2
 
 
-def test_the_command_sets_and_reports_them(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_command_bound_to_one_cpu_sets_and_reports_one_thread(tmp_path: Path) -> None:
+    """As by taskset. Another test gives the command a number."""
     words = (*TINY, "--train-iters", "1", "--ranks", "1", "--no-mlflow", "--no-tensorboard")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "3")
-        done = command(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert last_value(done.stdout, "device").endswith(", 3 threads a rank (OMP_NUM_THREADS)")
-
-    # Bound to one CPU, as by taskset.
     code = (
         "import os, runpy, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
         "runpy.run_module('pretrain', run_name='__main__', alter_sys=True)"

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from pretrain.cli.handshake import join
 from pretrain.cli.options import parse
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
-from pretrain_runs import TINY, TOOLS, beginning_with, losses_of, ranks_below, wait_until
+from pretrain_runs import (
+    TINY,
+    TOOLS,
+    beginning_with,
+    losses_of,
+    pretrain,
+    ranks_below,
+    wait_until,
+)
 from rank_testing import run_ranks
 from rank_testing.ports import free_port
 
@@ -32,9 +41,10 @@ GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
 def guide_line(port: int) -> list[str]:
-    """The words of the guide's torchrun command, for this host and a free port."""
+    """The words of the guide's torchrun command, for one rank a node, this host and a free port."""
     [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
-    return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
+    here = line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}")
+    return shlex.split(here.replace("--nproc-per-node 2", "--nproc-per-node 1"))
 
 
 # A rank that saves its second checkpoint waits for a file, or it could be done before it is killed.
@@ -73,6 +83,39 @@ def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path
     assert [node.returncode for node in nodes] == [0, 0], printed
     assert len(losses_of(folder.path)) == 100
     assert "failed (exitcode: -9)" in "".join(printed)
+
+
+KILLED_ONCE = """
+import os, signal, sys
+def kill(event, facts):
+    if event == "open" and "step_00000008" in str(facts[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    sys.addaudithook(kill)
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_does_not_reset_the_text_a_second_time(tmp_path: Path) -> None:
+    for name in ("text", "other"):
+        words = (f"{name} {number}" for number in range(1000))
+        (tmp_path / name).write_text("\n".join(words))
+    shape = [*TINY, "--dp", "1", "--no-mlflow", "--no-tensorboard", "--no-straggler"]
+    first = [*shape, "--data", "text", "--train-iters", "4", "--run-dir", "run"]
+    assert pretrain(tmp_path, *first).returncode == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "undisturbed")
+    words = ["--reset-data", "--data", "other", "--train-iters", "12", "--save-interval", "2"]
+    assert pretrain(tmp_path, "--resume", "undisturbed", *words).returncode == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    done = subprocess.run(
+        [*torchrun, "-m", "pretrain", "--resume", "run", *words], cwd=tmp_path, timeout=600,
+        env=beginning_with(KILLED_ONCE, tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "failed (exitcode: -9)" in done.stderr
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
+    said = "pretrain: from step 5 on --reset-data is True, before False\n"
+    assert done.stderr.count(said) == 1
 
 
 def meet_again() -> float:

@@ -21,8 +21,10 @@ from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.objective import line_columns, objective_of
 from pretrain.model.randomness import seed_streams
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
+from pretrain.watch.summary import draw_run
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
 from rank_testing import run_ranks
@@ -133,6 +135,7 @@ def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
     assert f" validation loss at iteration 40 | value loss value: {validation:.6E} |\n" in printed
     assert "PPL" not in printed
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["value_head"]
+    draw_run(RunFolder(tmp_path), objective_of(settings))
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert settings.run_kind == "tp1-cp1-dp1-value-head"
 

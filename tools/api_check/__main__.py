@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from api_check.outcome import COULD_NOT_CHECK, PASSED, Outcome, check_package
 from monorepo.workspace import REPOSITORY, WorkspaceError, load_workspace
 
-if TYPE_CHECKING:
-    from api_check.outcome import Outcome
-
-_COULD_NOT_CHECK = 2
-_VERDICTS = {0: "ok", _COULD_NOT_CHECK: "could not check"}
+_VERDICTS = {PASSED: "ok", COULD_NOT_CHECK: "could not check"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,18 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
-        # Imported here, so its absence is an error message and not a traceback.
-        importlib.import_module("griffe")
-    except ImportError:
-        print("griffe is not installed; add it to the environment", file=sys.stderr)
-        return _COULD_NOT_CHECK
-    from api_check.outcome import check_package
-
-    try:
         packages = load_workspace(options.root).choose(options.package)
     except WorkspaceError as error:
         print(error, file=sys.stderr)
-        return _COULD_NOT_CHECK
+        return COULD_NOT_CHECK
     outcomes = [
         check_package(options.root, package, baseline=options.baseline) for package in packages
     ]

@@ -35,13 +35,11 @@ class Marks:
 
     Attributes:
         exempt: The exempting decorators, sorted.
-        deprecated: Whether it is deprecated.
         removal_version: The version from which it may be gone.
         unreadable: The source of a removal version that is not a literal version.
     """
 
     exempt: tuple[str, ...] = ()
-    deprecated: bool = False
     removal_version: Version | None = None
     unreadable: str | None = None
 
@@ -58,8 +56,8 @@ def read_marks(found: griffe.Object | griffe.Alias | None) -> Marks:
         literal = None if source is None else ast.literal_eval(source)
         removal = None if literal is None else Version(literal)
     except (ValueError, SyntaxError, TypeError, InvalidVersion):
-        return Marks(exempt, deprecated=True, unreadable=source)
-    return Marks(exempt, deprecated=True, removal_version=removal)
+        return Marks(exempt, unreadable=source)
+    return Marks(exempt, removal_version=removal)
 
 
 def _list_decorators(found: griffe.Object | griffe.Alias | None) -> list[griffe.Decorator]:

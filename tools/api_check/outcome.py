@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from packaging.version import Version
 
-from api_check.compare import Comparison
-from api_check.findings import Finding, Weight, cover
+from api_check.compare import Comparison, Finding, Weight
 from api_check.surface import CannotCheckError, read_surface
 from monorepo.git_tags import GitError, commit_exists, export_tree, last_tag
 from monorepo.ranges import sibling_requirements
@@ -37,11 +36,7 @@ class Outcome:
 
 
 def check_package(
-    root: Path,
-    package: str,
-    *,
-    baseline: str | None = None,
-    as_version: Version | None = None,
+    root: Path, package: str, *, baseline: str | None = None, as_version: Version | None = None
 ) -> Outcome:
     """Compare the public names of a package with those of a release, by default the last one."""
     try:
@@ -63,11 +58,7 @@ def check_package(
 
 
 def _compare(
-    package: str,
-    baseline: str,
-    before: Workspace,
-    now: Workspace,
-    version: Version,
+    package: str, baseline: str, before: Workspace, now: Workspace, version: Version
 ) -> Outcome:
     if package not in before.distributions:
         return Outcome(package, PASSED, f"not part of {baseline}, nothing to compare with")
@@ -89,16 +80,14 @@ def announces_breakage(old: Version, new: Version) -> bool:
 
 
 def judge(
-    findings: Sequence[Finding],
-    package: str,
-    step: tuple[Version, Version],
-    workspace: Workspace,
+    findings: Sequence[Finding], package: str, step: tuple[Version, Version], workspace: Workspace
 ) -> list[Finding]:
     """Mark announced breaks, and add the dependants that accept both sides of a break."""
     breaks = any(one.weight is Weight.BREAKAGE for one in findings)
     if not breaks or not announces_breakage(*step):
         return list(findings)
-    return [*cover(findings), *_find_unrevisited(package, step, workspace)]
+    covered = [replace(one, covered=one.weight is Weight.BREAKAGE) for one in findings]
+    return [*covered, *_find_unrevisited(package, step, workspace)]
 
 
 def _find_unrevisited(

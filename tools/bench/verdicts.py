@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import quantiles
@@ -48,76 +49,74 @@ class Job(NamedTuple):
 
 
 _Draw = Callable[..., torch.Tensor]  # a random tensor of a given shape
+_Model = Callable[[torch.Tensor, _Draw], Job]  # of random numbers [reports, world]
 
 
 def _vary(times: torch.Tensor) -> Job:
     return Job(_USUAL_MS * times)
 
 
-def _normal(sigma: float) -> Callable[[int, int, _Draw], Job]:
-    return lambda reports, world, draw: _vary(1 + sigma * draw(reports, world))
+def _normal(sigma: float) -> _Model:
+    return lambda noise, _: _vary(1 + sigma * noise)
 
 
-def _lognormal(sigma: float) -> Callable[[int, int, _Draw], Job]:
-    return lambda reports, world, draw: _vary((sigma * draw(reports, world)).exp())
+def _lognormal(sigma: float) -> _Model:
+    return lambda noise, _: _vary((sigma * noise).exp())
 
 
-def _autocorrelated(reports: int, world: int, draw: _Draw) -> Job:
+def _autocorrelated(noise: torch.Tensor, _: _Draw) -> Job:
     """5 % of noise, of which 90 % remain in the next report."""
-    noise, steps = draw(reports, world), math.sqrt(1 - 0.9**2)
-    for number in range(1, reports):
+    steps = math.sqrt(1 - 0.9**2)
+    for number in range(1, len(noise)):
         noise[number] = 0.9 * noise[number - 1] + steps * noise[number]
     return _vary((0.05 * noise).exp())
 
 
-def _pause(reports: int, world: int, draw: _Draw, is_paused: torch.Tensor) -> Job:
-    return _vary((1 + 0.02 * draw(reports, world)) * (1 + is_paused.double()))
+def _pause(noise: torch.Tensor, is_paused: torch.Tensor) -> Job:
+    return _vary((1 + 0.02 * noise) * (1 + is_paused.double()))
 
 
-def _stalls(reports: int, world: int, draw: _Draw) -> Job:
+def _stalls(noise: torch.Tensor, _: _Draw) -> Job:
     """Every seventh report of a rank is doubled, of different ranks at different times."""
-    number = torch.arange(reports)[:, None] + torch.arange(world) * 3
-    return _pause(reports, world, draw, number % 7 == 0)
+    number = torch.arange(len(noise))[:, None] + torch.arange(noise.shape[1]) * 3
+    return _pause(noise, number % 7 == 0)
 
 
-def _doubled(reports: int, world: int, draw: _Draw) -> Job:
-    return _pause(reports, world, draw, draw(reports, world) > 1.645)
-
-
-def _saves(reports: int, world: int, draw: _Draw) -> Job:
+def _saves(noise: torch.Tensor, _: _Draw) -> Job:
     """Rank 0 takes twice as long in every second report."""
-    is_saving = torch.zeros(reports, world, dtype=torch.bool)
+    is_saving = torch.zeros_like(noise, dtype=torch.bool)
     is_saving[1::2, 0] = True
-    return _pause(reports, world, draw, is_saving)
+    return _pause(noise, is_saving)
 
 
-def _pareto(reports: int, world: int, draw: _Draw) -> Job:
+def _pareto(noise: torch.Tensor, _: _Draw) -> Job:
     """A tail of the power 1.5."""
-    above = torch.special.ndtr(-draw(reports, world)).clamp_(min=1e-12)
+    above = torch.special.ndtr(-noise).clamp_(min=1e-12)
     return _vary(0.95 + 0.05 * above.pow(-1 / 1.5))
 
 
-def _two_speeds(reports: int, world: int, draw: _Draw) -> Job:
+def _two_speeds(noise: torch.Tensor, _: _Draw) -> Job:
     """The second half of the ranks takes 15 % longer, and says so by ``peers``."""
+    world = noise.shape[1]
     is_slow = torch.arange(world) >= world / 2
-    job = _vary((1 + 0.02 * draw(reports, world)) * (1 + 0.15 * is_slow))
+    job = _vary((1 + 0.02 * noise) * (1 + 0.15 * is_slow))
     return job._replace(peers=tuple("new" if slow else "old" for slow in is_slow.tolist()))
 
 
-def _chassis(reports: int, world: int, draw: _Draw) -> Job:
+def _chassis(noise: torch.Tensor, _: _Draw) -> Job:
     """Of eight GPUs in a chassis, the last is 12 C warmer."""
-    temperatures = 55.0 + 12.0 * (torch.arange(world) % 8 == 7)
-    return _normal(0.005)(reports, world, draw)._replace(temperatures=temperatures.double())
+    temperatures = 55.0 + 12.0 * (torch.arange(noise.shape[1]) % 8 == 7)
+    return _vary(1 + 0.005 * noise)._replace(temperatures=temperatures.double())
 
 
-def _ramp(reports: int, world: int, draw: _Draw) -> Job:
+def _ramp(noise: torch.Tensor, draw: _Draw) -> Job:
     """Ranks take 10 % longer once they are warm, give or take 0.5 %."""
-    warmth = 1 - (-torch.arange(reports)[:, None] / 50).exp()
-    return _vary((1 + 0.02 * draw(reports, world)) * (1 + (0.1 + 0.005 * draw(world)) * warmth))
+    warmth = 1 - (-torch.arange(len(noise))[:, None] / 50).exp()
+    return _vary((1 + 0.02 * noise) * (1 + (0.1 + 0.005 * draw(noise.shape[1])) * warmth))
 
 
 # The most false warnings per 1,000 reports that are wanted, and the noise.
-MODELS: dict[str, tuple[float | None, Callable[[int, int, _Draw], Job]]] = {
+MODELS: dict[str, tuple[float | None, _Model]] = {
     "normal 0.5 %": (1, _normal(0.005)),
     "normal 2 %": (1, _normal(0.02)),
     "normal 5 %": (1, _normal(0.05)),
@@ -126,7 +125,7 @@ MODELS: dict[str, tuple[float | None, Callable[[int, int, _Draw], Job]]] = {
     "lognormal 0.3": (5, _lognormal(0.3)),
     "autocorrelated 5 %": (5, _autocorrelated),
     "stalls in every 7th report": (5, _stalls),
-    "5 % of reports doubled": (5, _doubled),
+    "5 % of reports doubled": (5, lambda noise, draw: _pause(draw(*noise.shape), noise > 1.645)),
     "Pareto 1.5": (None, _pareto),
     "two-speed hardware, as peers": (5, _two_speeds),
     "saves on rank 0": (5, _saves),
@@ -186,11 +185,10 @@ def simulate(model: str, world: int, reports: int, *, seed: int = 0) -> Job:
     return _simulate(MODELS[model][1], world, reports, seed)
 
 
-def _simulate(model: Callable[[int, int, _Draw], Job], world: int, reports: int, seed: int) -> Job:
+def _simulate(model: _Model, world: int, reports: int, seed: int) -> Job:
     generator = torch.Generator().manual_seed(seed)
-    return model(
-        reports, world, lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
-    )
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return model(draw(reports, world), draw)
 
 
 def _measure_delays(noise: float, factor: float, world: int, seed: int) -> list[int]:

@@ -20,11 +20,8 @@ from monorepo.changelog import fold, list_fragments
 from monorepo.workspace import REPOSITORY, Distribution, load_workspace
 
 RESULTS = {
-    "results/benchmarks.md": "tools/docs/benchmarks.md",
-    "results/verdicts.md": "tools/docs/verdicts.md",
-    "results/layouts.md": "tools/docs/layouts.md",
-    "results/faults.md": "tools/docs/faults.md",
-    "results/scale.md": "tools/docs/scale.md",
+    f"results/{name}.md": f"tools/docs/{name}.md"
+    for name in ("benchmarks", "verdicts", "layouts", "faults", "scale")
 }
 MORE_GUIDES = {
     "guides/differences.md": "tools/docs/differences.md",

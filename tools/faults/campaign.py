@@ -22,7 +22,7 @@ from faults.verdict import newest_good
 _FAULTS_A_TRIAL = 6
 # The launchers of the trials in turn. A real launcher is rare: it imports torch in every process.
 LAUNCHERS = (
-    "forked", "forked", "forked", "torchrun", "forked", "forked", "forked", "command", "forked",
+    "forked", "hatch", "forked", "torchrun", "forked", "container", "forked", "command", "forked",
     "forked", "forked", "agents",
 )  # fmt: skip
 _MOST_FAULTS = {"agents": MAX_RESTARTS}  # each fault restarts the other agent

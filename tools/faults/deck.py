@@ -36,6 +36,9 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("dp2", "--dp 2 --no-tensorboard"),
+        Variant(
+            "inside", "--dp 2 --data room --no-tensorboard"
+        ),  # the text has the run in its folder
         Variant("tp2", "--tp 2 --sequence-parallel --recompute"),
         Variant("fsdp", "--fsdp --keep-last 2 --no-tensorboard"),
         Variant("async", "--dp 2 --async-save --keep-last 2 --no-tensorboard"),
@@ -45,7 +48,8 @@ VARIANTS = {
         Variant("mlflow", "--dp 2 --no-tensorboard", mlflow=True),
     )
 }
-_COMMON = ("dp2", "pp2", "tp2", "ep2", "fsdp", "async")
+_SAVES = ("dp2", "inside", "pp2", "tp2", "ep2", "fsdp")
+_COMMON = (*_SAVES, "async")
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Phase:
         hits: the number of calls that every start of the run reaches.
         ranks: the ranks that call it.
         variants: the runs that have it.
-        how: a fault happens ``before`` the call, ``after`` it, or when the ``gradient`` of its
-            result is computed.
+        how: a fault happens ``before`` the call, ``after`` it, when the ``gradient`` of its
+            result is computed, or before the call of the ``last step``.
         is_last: whether the run has finished its steps before.
     """
 
@@ -72,9 +76,12 @@ class Phase:
     is_last: bool = False
 
 
-_SAVE = "mcore.parallel.checkpoint.files"
-_SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
-_FORWARD = ("pretrain.run.steps:Steps._compute_loss", "pretrain.run.pipeline_steps:_Work.forward")
+_SAVE = "mcore.parallel.checkpoint"
+FORWARD = ("pretrain.run.steps:Steps._compute_loss", "pretrain.run.pipeline_steps:_Work.forward")
+_OPTIMIZERS = (
+    "pretrain.optim.main_weights:MainWeightOptimizer",
+    "pretrain.optim.fully_sharded:FullyShardedOptimizer",
+)
 _ALL_TO_ALL = "pretrain.model.experts:all_to_all"
 # A new phase of the job is a new row.
 PHASES = (
@@ -83,49 +90,47 @@ PHASES = (
     Phase("build", ("pretrain.run.training:build_optimizer",), 1),
     Phase("load", ("pretrain.run.checkpoints:CheckpointedState.load",), 1),
     Phase("data", ("pretrain.corpus:Corpus.training_batch",)),
-    Phase("forward", _FORWARD),
+    Phase("forward", FORWARD),
     Phase("pipeline send", ("pretrain.run.pipeline:Pipeline._send",), variants=("pp2",)),
     Phase("pipeline receive", ("pretrain.run.pipeline:_Arriving.wait",), variants=("pp2",)),
     Phase("tokens to experts", (_ALL_TO_ALL,), variants=("ep2",)),
     Phase("gradients of experts", (_ALL_TO_ALL,), variants=("ep2",), how="gradient"),
-    Phase("backward", _FORWARD, how="gradient"),
-    Phase(
-        "reduction",
-        (
-            "pretrain.optim.main_weights:MainWeightOptimizer.reduce_gradients",
-            "pretrain.optim.fully_sharded:FullyShardedOptimizer.reduce_gradients",
-        ),
-    ),
-    Phase(
-        "optimizer",
-        (
-            "pretrain.optim.main_weights:MainWeightOptimizer.step",
-            "pretrain.optim.fully_sharded:FullyShardedOptimizer.step",
-        ),
-    ),
+    Phase("backward", FORWARD, how="gradient"),
+    Phase("reduction", tuple(f"{optimizer}.reduce_gradients" for optimizer in _OPTIMIZERS)),
+    Phase("optimizer", tuple(f"{optimizer}.step" for optimizer in _OPTIMIZERS)),
     Phase("log", ("pretrain.run.loop:training_log",)),
     Phase("validation", ("pretrain.run.steps:Steps.validation_loss",), 1),
     Phase("save", ("pretrain.run.checkpoints:CheckpointedState.save",), 2),
-    Phase("save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=_SAVES),
-    Phase("save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), _SAVES),
-    Phase("save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), _SAVES),
+    Phase("save: files", (f"{_SAVE}.save:write_file",), 2, variants=_SAVES),
+    Phase("save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), _SAVES),
+    Phase("save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), _SAVES),
     Phase("saved", ("pretrain.run.checkpoints:CheckpointedState.save",), 2, how="after"),
-    Phase("async save: files", (f"{_SAVE}.writer:write_rank_file",), 2, variants=("async",)),
-    Phase("async save: manifest", (f"{_SAVE}.writer:publish_checkpoint",), 2, (0,), ("async",)),
-    Phase("async save: rename", (f"{_SAVE}.directory:publish",), 2, (0,), ("async",)),
+    Phase("async save: files", (f"{_SAVE}.save:write_file",), 2, variants=("async",)),
+    Phase("async save: manifest", (f"{_SAVE}.save:_publish",), 2, (0,), ("async",)),
+    Phase("async save: rename", (f"{_SAVE}.files.directory:publish",), 2, (0,), ("async",)),
     Phase("async save: joined", ("pretrain.run.saving:Saver.wait",), 2, variants=("async",)),
     Phase("deletion of old ones", ("pretrain.run.saving:keep_last",), 1, (0,), ("fsdp", "async")),
+    Phase("last step", ("pretrain.run.steps:Steps.train_step",), 1, how="last step", is_last=True),
     Phase("close", ("mcore.observe:GlobalState.close",), 1, is_last=True),
     Phase("leave", ("torch.distributed:destroy_process_group",), 1, is_last=True),
 )
 
+# A signal to a process of the tree: the rank, its parent, or that of its parent. The kernel lets no
+# process of a container stop or kill process 1.
+_TREE = {"rank": 0, "launcher": 1, "hatch": 2, "process 1": 1}
+SIGNALS = {
+    f"{name} to {process}": (name, level)
+    for process, level in _TREE.items()
+    for name in ("TERM", "HUP", "INT", "KILL", "STOP+CONT")[: 3 if process == "process 1" else 5]
+}
+CHANGES = "--save-interval 3 --keep-last 3 --check-replicas-interval 5"
 KINDS = {
     "kill": "SIGKILL", "stop": "SIGSTOP, never continued",
     "stop and continue": "SIGSTOP, continued during the next start", "exception": "an exception",
     "exit": "`os._exit(7)`", "abort": "SIGABRT", "memory": "MemoryError",
-    "slow": "one rank two seconds late", "launcher": "SIGKILL of the launcher",
-    "rank terminated": "SIGTERM to one rank", "rank hung up": "SIGHUP to one rank",
-    "launcher terminated": "SIGTERM to the launcher", "launcher hung up": "SIGHUP to the launcher",
+    "slow": "one rank two seconds late", "nan": "the loss of the last step is not finite",
+    **dict.fromkeys(SIGNALS, "all ranks save, or end"),
+    "changed": f"SIGKILL, then a start with `{CHANGES}`",
     "node": "SIGKILL of a node's torchrun and rank, then a restart",
     "full disk": "no space left until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
@@ -135,13 +140,17 @@ KINDS = {
     "no manifest": "in the newest checkpoint",
 }  # fmt: skip
 FATAL = ("kill", "stop", "stop and continue", "exception", "exit", "abort", "memory")
-SIGNALS = ("rank terminated", "rank hung up", "launcher terminated", "launcher hung up")
 DAMAGES = ("flipped bit", "truncated file", "no manifest")
 # These do not end the job.
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
+    *(kind for kind in SIGNALS if kind.startswith("STOP")),
 )  # fmt: skip
-_KINDS_UNDER = {"command": (*FATAL, "launcher", *SIGNALS), "agents": ("node", "kill", "exception")}
+_KINDS_UNDER = {  # the kinds, and the processes that get signals
+    "forked": {*FATAL, "slow", "rank"}, "torchrun": {*FATAL, "slow"},
+    "agents": {"node", "kill", "exception"}, "command": {*FATAL, "rank", "launcher"},
+    "hatch": {"rank", "launcher", "hatch"}, "container": {"rank", "process 1"},
+}  # fmt: skip
 _ON_DISKS = ("data", "log", "validation", "save", "save: files", "save: manifest", "close")
 _ON_TRACKERS = ("start", "forward", "log", "save", "close")
 
@@ -189,7 +198,8 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
         for rank in phase.ranks:
             yield Fault(kind, phase.name, rank, source.randint(1, phase.hits), variants)
 
-    kinds = _KINDS_UNDER.get(launcher, (*FATAL, "slow"))
+    under = _KINDS_UNDER[launcher]
+    kinds = [kind for kind in KINDS if kind in under or kind.partition(" to ")[2] in under]
     for phase in PHASES:
         for kind in kinds:
             if phase.name == "leave" and kind.startswith("stop"):
@@ -197,6 +207,8 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
             if phase.is_last and kind in SIGNALS:
                 continue  # the job has done its last step and saved, so it only ends
             yield from on_each_rank(kind, phase, phase.variants)
+        if phase.name == "last step" and launcher != "torchrun":
+            yield from on_each_rank("nan", phase, phase.variants)
         if launcher != "forked":
             continue
         if with_disk and phase.name in _ON_DISKS:
@@ -210,6 +222,6 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
                     source.randint(1, phase.hits), ("mlflow",),
                 )  # fmt: skip
     # Damage is done between two starts. torchrun makes starts that we cannot separate.
-    for kind in DAMAGES if launcher in ("forked", "command") else ():
+    for kind in (*DAMAGES, "changed") if launcher in ("forked", "command") else ():
         for phase in (p for p in PHASES if p.name in ("forward", "save", "saved", "validation")):
             yield from on_each_rank(kind, phase, phase.variants)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults.deck import HARMLESS, RANKS, phase_of
+from faults.deck import DAMAGES, FORWARD, HARMLESS, RANKS, SIGNALS, STEPS, phase_of
 
 FOLDER, START, COUNT = "FAULTS_FOLDER", "FAULTS_START", "FAULTS_COUNT"
+UNDER_HATCH = "FAULTS_UNDER_HATCH"
 BALLAST = Path("room", "ballast")  # on the file system of the run
 SLOW_S = 2.0
 _FULL_FOR_STEPS = 12  # more than a sink may fail in a row
@@ -29,9 +32,12 @@ Function = Callable[..., Any]
 
 def main(arguments: list[str]) -> int:
     """Run the launcher or a rank of the main job, with the faults planned for it."""
+    os.chdir(os.environ[FOLDER])  # hatch starts commands in the repository
     if "RANK" in os.environ:
         _prepare(_Events(Path(os.environ[FOLDER])))
     else:
+        if os.environ.pop(UNDER_HATCH, ""):
+            os.environ["PRETRAIN_STARTER"] = str(os.getppid())  # as hatch.toml does
         _wrap("pretrain.cli.launch:elastic_launch", _launch_this)
     from pretrain.cli.command import main as run_job
 
@@ -66,7 +72,8 @@ class _Events:
     def record(self, event: str, **facts: Any) -> None:
         """Append one line, which survives a kill immediately afterwards."""
         line = {
-            "event": event, "start": self.start, "rank": self.rank, "pid": os.getpid(),
+            "event": event, "start": self.start, "rank": self.rank,
+            "pid": int(os.readlink("/proc/self")),  # as seen from outside of a container
             "at": time.time(), **facts,
         }  # fmt: skip
         file = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -109,7 +116,7 @@ def find_function(place: str) -> tuple[Any, str]:
 def _add_fault(how: str, happen: Callable[[], None], function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if how == "before":
+        if how == "before" or (how == "last step" and args[1] == STEPS):
             happen()
         result = function(*args, **kwargs)
         if how == "after":
@@ -137,6 +144,25 @@ def _make_trigger(events: _Events, fault: dict[str, Any]) -> Callable[[], None]:
 
 def _raise(error: type[Exception], folder: Path) -> None:
     raise error("a fault of the campaign")
+
+
+def _send(names: str, level: int, folder: Path) -> None:
+    """Send a signal to this process (level 0) or one above it, and SIGCONT after a second."""
+    pid = (os.getpid, os.getppid, _find_starter)[level]()
+    name, _, after = names.partition("+")
+    if after:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -{after} {pid}"])
+    os.kill(pid, signal.Signals[f"SIG{name}"])
+
+
+def _find_starter() -> int:
+    """The process that started the launcher."""
+    return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _spoil_loss(folder: Path) -> None:
+    for place in FORWARD:
+        _wrap(place, lambda f: lambda *args, **kwargs: f(*args, **kwargs) * math.nan)
 
 
 def _fill_disk(folder: Path) -> None:
@@ -175,28 +201,23 @@ def _kill_node(folder: Path) -> None:
 
 
 _ACTIONS: dict[str, Callable[[Path], object]] = {
-    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "stop and continue": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": partial(_send, "KILL", 0),
+    "stop": partial(_send, "STOP", 0),
+    "stop and continue": partial(_send, "STOP", 0),
     "exception": partial(_raise, RuntimeError),
     "exit": lambda _: os._exit(7),
     "abort": lambda _: os.abort(),
     "memory": partial(_raise, MemoryError),
     "slow": lambda _: time.sleep(SLOW_S),
-    "launcher": lambda _: os.kill(os.getppid(), signal.SIGKILL),
-    "rank terminated": lambda _: os.kill(os.getpid(), signal.SIGTERM),
-    "rank hung up": lambda _: os.kill(os.getpid(), signal.SIGHUP),
-    "launcher terminated": lambda _: os.kill(os.getppid(), signal.SIGTERM),
-    "launcher hung up": lambda _: os.kill(os.getppid(), signal.SIGHUP),
+    **{kind: partial(_send, *facts) for kind, facts in SIGNALS.items()},
+    "nan": _spoil_loss,
     "node": _kill_node,
     "full disk": _fill_disk,
     "full disk for a moment": _fill_disk_briefly,
     "tracker away": _kill_tracker,
     "tracker restarted": _kill_tracker,
-    # The damage is done after the end of the job.
-    "flipped bit": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "truncated file": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "no manifest": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    # The rest is done after the end of the job.
+    **dict.fromkeys((*DAMAGES, "changed"), partial(_send, "KILL", 0)),
 }
 
 

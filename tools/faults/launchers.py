@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from faults.deck import RANKS
-from faults.inside import COUNT
+from faults.inside import COUNT, UNDER_HATCH
 from faults.starting import KILLED_AFTER_S, LOOK_EVERY_S, MAX_RESTARTS, Ended, environment
 
 # cluster/kubernetes.yaml has these too. Without the second, a surviving agent keeps the address of
@@ -20,9 +21,21 @@ RENDEZVOUS = "is_host=0"
 NODES_CHANGE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def own_command(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
-    """Run the same as ``hatch run pretrain``, which has its own launcher."""
-    return _run(["-m", "faults.inside", *words], folder, start, limit_s, {})
+_REPOSITORY = Path(__file__).parents[2]  # in which hatch starts every command
+_HATCH = ("hatch", "run", f"{os.environ.get('HATCH_ENV_ACTIVE', 'dev')}:python")
+_CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable)
+_PROGRAMS = {"command": (sys.executable,), "hatch": _HATCH, "container": _CONTAINER}
+
+
+def own_command(
+    words: Sequence[str], folder: Path, start: int, limit_s: float, launcher: str
+) -> Ended:
+    """Run the same as ``hatch run pretrain``, which has its own launcher: alone, by hatch, or as
+    process 1.
+    """
+    command = [*_PROGRAMS[launcher], "-m", "faults.inside", *words]
+    variables = {UNDER_HATCH: "1"} if launcher == "hatch" else {}
+    return _run(command, folder, start, limit_s, variables)
 
 
 def torchrun(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
@@ -44,7 +57,7 @@ def agents(words: Sequence[str], folder: Path, start: int, limit_s: float) -> En
 
 def _build_torchrun_command(words: Sequence[str], port: int, *options: str) -> list[str]:
     return [
-        "-m", "torch.distributed.run", *options,
+        sys.executable, "-m", "torch.distributed.run", *options,
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
         "--max-restarts", str(MAX_RESTARTS), "-m", "faults.inside", *words,
     ]  # fmt: skip
@@ -75,7 +88,7 @@ def _run(
 
         def begin() -> subprocess.Popen[bytes]:
             return subprocess.Popen(
-                [sys.executable, *command], cwd=folder, env=environment(folder, start, variables),
+                command, cwd=_REPOSITORY, env=environment(folder, start, variables),
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

@@ -22,7 +22,7 @@ def page(result: Result, command: str, had_disk: bool) -> str:
         read_head(__file__, RANKS=RANKS, STEPS=STEPS, command=command),
         markdown_table(("", ""), _list_facts(result, had_disk)),
         "",
-        markdown_table(("phase", *kinds), _count_phases(result.happened, kinds)),
+        markdown_table(("phase", "times", "faults"), _count_phases(result.happened)),
         "",
         markdown_table(_COLUMNS, _summarize_kinds(result.happened, kinds)),
     ]
@@ -72,12 +72,11 @@ def _is_over(one: Happened, timeout_s: float) -> bool:
     return one.ended_s is not None and one.ended_s > timeout_s + BEYOND_TIMEOUT_S
 
 
-def _count_phases(happened: Sequence[Happened], kinds: Sequence[str]) -> Iterator[list[str]]:
-    counts = Counter((one.fault.phase, one.fault.kind) for one in happened)
+def _count_phases(happened: Sequence[Happened]) -> Iterator[list[str]]:
     for phase in PHASES:
-        row = [counts[phase.name, kind] for kind in kinds]
-        if any(row):
-            yield [phase.name, *(str(count or "") for count in row)]
+        if found := Counter(one.fault.kind for one in happened if one.fault.phase == phase.name):
+            listed = (kind if count == 1 else f"{count} {kind}" for kind, count in found.items())
+            yield [phase.name, str(sum(found.values())), ", ".join(listed)]
 
 
 def _summarize_kinds(happened: Sequence[Happened], kinds: Sequence[str]) -> Iterator[list[str]]:

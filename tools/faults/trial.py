@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import launchers, starting
-from faults.deck import DAMAGES, Fault, Variant
+from faults.deck import CHANGES, DAMAGES, Fault, Variant
 from faults.inside import BALLAST, events_in
 from faults.tracker import Tracker
 from faults.verdict import differences, is_good, newest_good, step_of
@@ -137,6 +137,7 @@ class Trial:
         self.place.folder.mkdir(parents=True)
         if self.place.disk is None:
             room.mkdir()
+            (room / "text").write_text("".join(f"line {number}\n" for number in range(2000)))
         else:
             shutil.rmtree(self.place.disk / RUN.name, ignore_errors=True)
             room.symlink_to(self.place.disk, target_is_directory=True)
@@ -148,8 +149,8 @@ class Trial:
             return launchers.torchrun(self.words, folder, number, 4 * _LIMIT_S)
         if self.launcher == "agents":
             return launchers.agents(self.words, folder, number, 4 * _LIMIT_S)
-        if self.launcher == "command":
-            return launchers.own_command(self.words, folder, number, _LIMIT_S)
+        if self.launcher != "forked":
+            return launchers.own_command(self.words, folder, number, _LIMIT_S, self.launcher)
         kinds = {fault.kind for fault in self._list_planned(number)}
         return self.forked.start(
             self.words, folder, number,
@@ -175,6 +176,8 @@ class Trial:
         for rank, script in ended.left.items():
             self.left.append(self._continue(rank, script))
         for one in self.outcome.happened[-len(faults) :] if faults else ():
+            if one.fault.kind == "changed":
+                self.words += CHANGES.split()
             if one.fault.kind in DAMAGES and not self._damage(one.fault.kind):
                 self.only_kills.append((one.fault.kind, one.fault.phase))
                 # There was no checkpoint to damage, so the fault was only a kill.

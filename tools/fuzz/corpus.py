@@ -52,7 +52,13 @@ def _make_indices(folder: Path) -> list[bytes]:
 
 
 def _make_spools(folder: Path) -> list[bytes]:
-    counts = ({"arrived": [[1, 10**12]]}, {"step": 10**400}, {"number": float("nan")}, {"facts": 1})
+    counts = (
+        {"arrived": [[10**13, 1]]},  # less than nothing, so the next line seems to be possible
+        {"arrived": [[1, 10**12]]},
+        {"step": 10**400},
+        {"number": float("nan")},
+        {"facts": 1},
+    )
     line = {"step": 1, "time_ms": 0, "number": 1, "metrics": {"a": 1.0}}
     lines = [json.dumps(one | more).encode() + b"\n" for more in counts for one in ({}, line)]
     return [_NESTED + b"\n", *lines, b"".join(lines)]

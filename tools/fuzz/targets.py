@@ -29,25 +29,6 @@ def read_manifest(content: bytes, folder: Path) -> None:
         decode_manifest(folder, body + _END + checksum_of(body).encode() + _AFTER)
 
 
-def read_index(content: bytes, folder: Path) -> None:
-    """Read a ``.metadata`` of torch."""
-    (folder / ".metadata").write_bytes(content)
-    is_complete_checkpoint(folder)
-
-
-def read_tracker_spool(content: bytes, folder: Path) -> None:
-    """Read the spool file of a tracker."""
-    (folder / "spool").write_bytes(content)
-    read_spool(folder / "spool")
-
-
-def read_metrics(content: bytes, folder: Path) -> None:
-    """Read a ``metrics.jsonl``."""
-    (folder / "metrics.jsonl").write_bytes(content)
-    for _ in records_of(folder / "metrics.jsonl"):
-        pass
-
-
 def answer_request(content: bytes, folder: Path) -> None:
     """Answer the bytes of a connection to the straggler controller."""
     server = _make_server()
@@ -77,15 +58,25 @@ def read_cache_facts(content: bytes, folder: Path) -> None:
             read(cache)
 
 
-def read_config(content: bytes, folder: Path) -> None:
-    """Read the ``config.json`` of a run."""
-    (folder / "config.json").write_bytes(content)
-    with contextlib.suppress(UsageError):
-        read_settings(folder)
+def _read_file(
+    name: str, read: Callable[[Path], object], *expected: type[Exception]
+) -> Callable[[bytes, Path], None]:
+    """The reader of a file in a folder."""
+
+    def read_content(content: bytes, folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        with contextlib.suppress(*expected):
+            read(folder)
+
+    return read_content
 
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
-    "manifest": read_manifest, "index": read_index, "spool": read_tracker_spool,
-    "metrics": read_metrics, "http": answer_request, "cache": read_cache_facts,
-    "config": read_config,
-}  # fmt: skip
+    "manifest": read_manifest,
+    "index": _read_file(".metadata", is_complete_checkpoint),  # of torch
+    "spool": _read_file("spool", lambda folder: read_spool(folder / "spool")),
+    "metrics": _read_file("metrics.jsonl", lambda folder: [*records_of(folder / "metrics.jsonl")]),
+    "http": answer_request,
+    "cache": read_cache_facts,
+    "config": _read_file("config.json", read_settings, UsageError),
+}

@@ -22,12 +22,12 @@ from results.page import markdown_table, read_head
 
 ROOT = Path(__file__).parents[2]
 _LIMITS_S = {"tests": 300, "rows": 120, "main job": 150}  # together below ten minutes
-_JOB = "--dp 1 --no-mlflow --no-tensorboard --async-save --save-interval 100"
+_JOB = "--dp 1 --no-mlflow --no-tensorboard --async-save --save-interval 100 --eval-interval 0"
 _SIZES = {
     "cuda": "--num-layers 4 --hidden-size 256 --seq-length 256 --global-batch-size 16 "
     "--micro-batch-size 16 --bf16",
     "standin": "--num-layers 1 --hidden-size 16 --seq-length 16 --global-batch-size 2 "
-    "--micro-batch-size 2 --eval-interval 0",
+    "--micro-batch-size 2 --device standin",
 }
 
 
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     journal: Path = options.folder / "gpu.jsonl"
     journal.unlink(missing_ok=True)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else options.device
-    facts = {"machine": socket.gethostname(), "device": device, "at": timestamp(),
-             **describe_machine("megatron-core", "transformer-engine")}  # fmt: skip
+    libraries = describe_machine("megatron-core", "transformer-engine", "xxhash")
+    facts = {"machine": socket.gethostname(), "device": device, "at": timestamp(), **libraries}
     append_line(journal, {"kind": "machine", "facts": facts})
     with tempfile.TemporaryDirectory() as folder:
         commands = {

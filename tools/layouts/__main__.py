@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from layouts.combinations import RANKS, choose_combinations, combinations, name_of
+from layouts.combinations import RANKS, choose_combinations, combinations, held_out, name_of
 from layouts.comparison import compare, write_text
 from layouts.table import Row, page
 from pretrain.settings import Settings
@@ -41,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = write_text(Path(folder))
         every = [one for ranks in RANKS for one in combinations(ranks, data)]
         chosen = [one for ranks in RANKS for one in choose_combinations(ranks, data)]
-        table = every if options.all else chosen
-        requested = _select(options, every if options.only else table)
+        more = held_out(data)
+        table = [*(every if options.all else chosen), *more]
+        requested = _select(options, [*every, *more] if options.only else table)
         if unknown := set(options.only or ()) - requested.keys():
             _warn(f"error: there is no {', '.join(sorted(unknown))}")
             return 2
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not (name in rows and rows[name].is_green)
         ]
         interrupted = _run(options, left, every, Path(folder), rows)
-    done = [rows[name] for name in map(name_of, every) if name in rows]
+    names = dict.fromkeys(map(name_of, [*every, *more]))
+    done = [rows[name] for name in names if name in rows]
     text = page(done, len({name_of(one) for one in table} | {row.name for row in done}))
     print(text, end="")
     if options.output:

@@ -29,6 +29,8 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 
 CPU = torch.device("cpu")
+# Logits and experts of tokens by step and layer, part after part.
+_Routes = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
 @dataclasses.dataclass
@@ -89,7 +91,7 @@ def _train(task: Task) -> Result:
     begun = path if task.resumes else None
     loop = build_loop(task.settings, RunFolder(path), CPU, begun, False, None, lambda: 0)
     result = Result(loop.progress.step + 1)
-    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    routes: _Routes = {}
     for step in range(result.first, result.first + (AFTER if task.resumes else STEPS)):
         with _note_routes(loop.steps.model, step, routes):
             found = _run_step(loop, step)
@@ -110,11 +112,7 @@ def _train(task: Task) -> Result:
 
 
 @contextlib.contextmanager
-def _note_routes(
-    model: torch.nn.Module,
-    step: int,
-    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]],
-) -> Iterator[None]:
+def _note_routes(model: torch.nn.Module, step: int, routes: _Routes) -> Iterator[None]:
     """Note the logits and the experts of each token in a step, by step and layer."""
 
     def note(router: Router, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
@@ -133,24 +131,20 @@ def _note_routes(
         hook.remove()
 
 
-def _save_routes(
-    routes: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]], path: str
-) -> str:
+def _save_routes(routes: _Routes, path: str) -> str:
     """Write the routes of all ranks into one file on the first rank."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, routes)
     if dist.get_rank() == 0:
-        joined: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        joined: _Routes = {}
         for of_rank in of_ranks:
             for place, parts in of_rank.items():
                 joined.setdefault(place, []).extend(parts)
-        torch.save(
-            {
-                place: tuple(torch.cat(each) for each in zip(*parts, strict=True))
-                for place, parts in joined.items()
-            },
-            path,
-        )
+        whole = {
+            place: tuple(torch.cat(each) for each in zip(*parts, strict=True))
+            for place, parts in joined.items()
+        }
+        torch.save(whole, path)
     return path
 
 

@@ -21,14 +21,38 @@ _EXPERTS = 8
 _BATCH = 8
 _SWITCHES = {"sequence_parallel": "sp", "recompute": "recompute", "packed": "packed",
              "bf16": "bf16"}  # fmt: skip
-# A checkpoint resumes only with the same values of these.
+# A checkpoint resumes only with the same values of these, and is compared only with the others'.
 FIXED = ("packed", "bf16", "experts")
+_KEPT = ("num_layers", "experts", "topk", "seq_length", "clip_grad")
 _SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
     "document_multiple": 16, "global_batch_size": _BATCH, "warmup_iters": 2, "train_iters": 100,
     "eval_interval": 0, "save_interval": 0, "tensorboard": False, "mlflow": False,
     "straggler": False,
 }  # fmt: skip
+# Kinds that the dimensions do not reach, and the settings with their usual value for their names.
+# Only without a pipeline are the micro-batches one of them.
+_KINDS = (
+    ("seq_length", "length", 32), ("topk", "top", 2), ("clip_grad", "clip", 1.0),
+    ("micro_batch_size", "micro", 0),
+)  # fmt: skip
+_HELD_OUT: tuple[dict[str, Any], ...] = (
+    {"pp": 2, "vpp": 4, "num_layers": 8, "micro_batch_size": 1},
+    {"pp": 4, "tp": 2, "num_layers": 4, "micro_batch_size": 1, "packed": True},
+    {"tp": 2, "seq_length": 33},
+    {"dp": 2, "fsdp": True, "seq_length": 17, "clip_grad": 0.02},
+    {"cp": 2, "pp": 2, "micro_batch_size": 2, "seq_length": 36, "clip_grad": 0.02},
+    {"dp": 2, "ep": 2, "experts": 6, "topk": 3},
+    {"dp": 4, "ep": 2, "experts": 6, "topk": 3, "fsdp": True, "hsdp_outer": 2},
+    # Documents end within the micro-batches, so each has another number of labels.
+    {"dp": 2, "micro_batch_size": 1, "packed": True},
+)
+
+
+def held_out(data: str) -> list[Settings]:
+    """The settings of the kinds that the combinations do not reach."""
+    shape = {**_SHAPE, "dp": 1, "num_layers": 2, "balance": "sequence", "data": data}
+    return [Settings(**{**shape, **kind}) for kind in _HELD_OUT]
 
 
 def combinations(ranks: int, data: str) -> list[Settings]:
@@ -112,28 +136,35 @@ def name_of(settings: Settings) -> str:
     outer = [f"hsdp{settings.hsdp_outer}"] if settings.hsdp_outer > 1 else []
     sharded = outer or ["fsdp"] * settings.fsdp
     switches = [short for name, short in _SWITCHES.items() if getattr(settings, name)]
-    return " ".join([settings.layout, *experts, *sharded, *switches])
+    kinds = [
+        f"{short}{getattr(settings, name)}"
+        for name, short, usual in (_KINDS if settings.pp == 1 else _KINDS[:-1])
+        if getattr(settings, name) != usual
+    ]
+    return " ".join([settings.layout, *experts, *sharded, *switches, *kinds])
 
 
 def others(settings: Settings, every: list[Settings]) -> list[Settings]:
     """Up to four random layouts that can load a combination's checkpoint.
 
-    First one on each number of ranks, then more on any number if some have none. They have as many
-    layers as the checkpoint.
+    First one on each number of ranks, then more on any number if some have none. They have the
+    model and the lengths of the checkpoint.
     """
     draw = random.Random(name_of(settings))
     taken: list[Settings] = []
+    kept = {name: getattr(settings, name) for name in _KEPT}
     fitting = [
-        one for one in every if all(getattr(one, name) == getattr(settings, name) for name in FIXED)
+        one
+        for one in every
+        if all(bool(getattr(one, name)) == bool(getattr(settings, name)) for name in FIXED)
     ]
     draw.shuffle(fitting)
     for ranks in (*RANKS, *RANKS):
         candidates = (
-            dataclasses.replace(one, num_layers=settings.num_layers)
-            for one in fitting
-            if one.world_size == ranks and settings.num_layers % (one.pp * one.vpp) == 0
+            dataclasses.replace(one, **kept) for one in fitting if one.world_size == ranks
         )
-        found = next((one for one in candidates if one != settings and one not in taken), None)
+        possible = (one for one in candidates if _is_valid(one, ranks))
+        found = next((one for one in possible if one != settings and one not in taken), None)
         if found is not None and len(taken) < len(RANKS):
             taken.append(found)
     return taken

@@ -63,11 +63,8 @@ def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Pa
     rows, tasks = [], []
     loads: list[tuple[Row, Settings, Result, Task]] = []
     for number, settings in enumerate(wanted):
-        facts = (timestamp(), join_facts(describe_machine()))
-        tolerance = tolerance_of(settings)
-        rows.append(
-            Row(name_of(settings), settings.world_size, settings.num_layers, tolerance, *facts)
-        )
+        facts = (tolerance_of(settings), timestamp(), join_facts(describe_machine()))
+        rows.append(Row(name_of(settings), settings.world_size, settings.num_layers, *facts))
         run_dir = folder / f"{number}"
         tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
     for row, task, result in zip(rows, tasks, _run_tasks(tasks), strict=True):
@@ -89,10 +86,7 @@ def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Pa
 
 
 def _compare_as_routed(
-    row: Row,
-    settings: Settings,
-    results: Sequence[Result],
-    judge: Callable[..., None],
+    row: Row, settings: Settings, results: Sequence[Result], judge: Callable[..., None]
 ) -> None:
     """Judge results by the reference, or by the reference with their choices of experts.
 
@@ -145,11 +139,7 @@ def _train_routed(settings: Settings, routes: Routes) -> tuple[Reference, int]:
         if isinstance(one, PlainExperts):
             one.routes = routes
     torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
-    gradients = {
-        name.replace("/", "."): float(weight.grad.norm())
-        for name, weight in first.weights.items()
-        if weight.grad is not None
-    }
+    gradients = {name: float(grad.norm()) for name, grad in first.gradients().items()}
     losses, norms = train_plain(
         model, settings, loss_in_parts(model, settings, documents), steps=STEPS + AFTER
     )

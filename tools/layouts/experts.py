@@ -11,7 +11,8 @@ from layouts.reference import PlainGPT
 from pretrain.settings import Settings
 
 # Logits and experts ``[n, E]`` and ``[n, topk]`` of the tokens of a step and a layer, in any order.
-Routes = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+Route = tuple[torch.Tensor, torch.Tensor]
+Routes = Mapping[tuple[int, int], Route]
 # Rounding moves a logit by up to 1e-5 within the steps of a combination (measured: fp32 against
 # float64), and logits have a spread of 0.15. Only nearer logits may be taken for each other.
 _TIE = 1e-4
@@ -52,7 +53,7 @@ class PlainExperts(PlainGPT):
             # The last steps are only of a resumed job.
             route = self.routes.get((self.step, int(name.split("/")[1])))
             if route is not None:
-                is_chosen = self._mark_as_routed(logits.detach(), is_chosen, *route)
+                is_chosen = self._mark_as_routed(logits.detach(), is_chosen, route)
         self._noted.setdefault(name, []).append((logits, is_chosen))
         gates = _compute_softmax(logits) * is_chosen
         if self.settings.topk > 1:
@@ -74,17 +75,11 @@ class PlainExperts(PlainGPT):
         """
         balances, sizes = [], []
         for parts in self._noted.values():
-            logits, is_chosen = (
-                torch.cat([part.flatten(0, 1) for part in each])
-                for each in zip(*parts, strict=True)
-            )
+            both = zip(*parts, strict=True)
+            logits, is_chosen = (torch.cat([one.flatten(0, 1) for one in each]) for each in both)
             of_rows = windows or [torch.arange(len(part)) for part, _ in parts]
-            window = torch.cat(
-                [
-                    of.repeat_interleave(part.shape[1])
-                    for of, (part, _) in zip(of_rows, parts, strict=True)
-                ]
-            )
+            pairs = zip(of_rows, parts, strict=True)
+            window = torch.cat([of.repeat_interleave(part.shape[1]) for of, (part, _) in pairs])
             if self.settings.balance == "batch":
                 window = torch.zeros_like(window)
             load = _average(is_chosen, window) / self.settings.topk
@@ -108,13 +103,10 @@ class PlainExperts(PlainGPT):
         return is_chosen
 
     def _mark_as_routed(
-        self,
-        logits: torch.Tensor,
-        is_chosen: torch.Tensor,
-        their_logits: torch.Tensor,
-        their_experts: torch.Tensor,
+        self, logits: torch.Tensor, is_chosen: torch.Tensor, route: Route
     ) -> torch.Tensor:
         """The choice of the other process for each token, found by the logits of the token."""
+        their_logits, their_experts = route
         apart = torch.cdist(logits.flatten(0, 1), their_logits.to(logits.dtype))
         distance, nearest = apart.min(dim=1)
         theirs = F.one_hot(their_experts[nearest], self.settings.experts).sum(1).to(logits.dtype)

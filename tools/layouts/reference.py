@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from pretrain.corpus import draw_batch, load_corpus
+from pretrain.corpus import load_corpus
 from pretrain.model.randomness import ParameterInit
 from pretrain.settings import Settings
-from pretrain.windows import Text, starts_in_order
+from pretrain.windows import starts_in_order
 
 Part = tuple[list[int], list[int]]
 
@@ -30,7 +30,7 @@ def columns_by_counting(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class PlainGPT(torch.nn.Module):
-    """Written without any parallel part: whole matrices, plain attention, complex rotations."""
+    """Written without any parallel part: whole matrices, and the operations of torch."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -46,10 +46,8 @@ class PlainGPT(torch.nn.Module):
             self._draw("head.weight", 256, hidden)
         for layer in range(settings.num_layers):
             name = f"layers.{layer}"
-            self._draw(f"{name}.attention.qkv.weight", 3 * hidden, hidden)
-            self._draw(f"{name}.attention.projection.weight", hidden, hidden, is_added=True)
-            self._fill(f"{name}.attention.qkv.bias", 3 * hidden, 0.0)
-            self._fill(f"{name}.attention.projection.bias", hidden, 0.0)
+            self._make_linear(f"{name}.attention.qkv", 3 * hidden, hidden)
+            self._make_linear(f"{name}.attention.projection", hidden, hidden, is_added=True)
             self._make_feed_forward(f"{name}.feed_forward")
             self._make_norm(f"{name}.attention_norm")
             self._make_norm(f"{name}.feed_forward_norm")
@@ -57,10 +55,12 @@ class PlainGPT(torch.nn.Module):
 
     def _make_feed_forward(self, name: str) -> None:
         hidden = self.settings.hidden_size
-        self._draw(f"{name}.widen.weight", 4 * hidden, hidden)
-        self._draw(f"{name}.narrow.weight", hidden, 4 * hidden, is_added=True)
-        self._fill(f"{name}.widen.bias", 4 * hidden, 0.0)
-        self._fill(f"{name}.narrow.bias", hidden, 0.0)
+        self._make_linear(f"{name}.widen", 4 * hidden, hidden)
+        self._make_linear(f"{name}.narrow", hidden, 4 * hidden, is_added=True)
+
+    def _make_linear(self, name: str, *shape: int, is_added: bool = False) -> None:
+        self._draw(f"{name}.weight", *shape, is_added=is_added)
+        self._fill(f"{name}.bias", shape[0], 0.0)
 
     def _make_norm(self, name: str) -> None:
         self._fill(f"{name}.weight", self.settings.hidden_size, 1.0)
@@ -80,35 +80,25 @@ class PlainGPT(torch.nn.Module):
         self.weights[name.replace(".", "/")] = torch.nn.Parameter(torch.full((size,), value))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weights[f"{name}/weight"], self.weights[f"{name}/bias"]
-        result: torch.Tensor = x @ weight.T + bias
-        return result
+        return F.linear(x, self.weights[f"{name}/weight"], self.weights[f"{name}/bias"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
-        result: torch.Tensor = (
-            scaled * self.weights[f"{name}/weight"] + self.weights[f"{name}/bias"]
+        return F.layer_norm(
+            x, x.shape[-1:], self.weights[f"{name}/weight"], self.weights[f"{name}/bias"]
         )
-        return result
 
     def _attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
-        size = hidden // self.heads
-        qkv = self._linear(f"{name}/qkv", x).view(batch, length, self.heads, 3, size)
-        query, key, value = qkv.permute(3, 0, 2, 1, 4)
-        turn = torch.arange(size // 2, dtype=x.dtype) * (-math.log(10_000.0) / (size // 2))
-        angles = torch.arange(length)[:, None] * turn.exp()
-        turns = torch.polar(torch.ones_like(angles), angles)
+        qkv = self._linear(f"{name}/qkv", x).view(batch, length, self.heads, -1).transpose(1, 2)
+        query, key, value = qkv.chunk(3, dim=-1)
+        cos, sin = _compute_turns(length, hidden // self.heads, x.dtype)
 
         def rotate(heads: torch.Tensor) -> torch.Tensor:
-            pairs = torch.complex(heads[..., : size // 2], heads[..., size // 2 :]) * turns
-            return torch.cat((pairs.real, pairs.imag), dim=-1)
+            first, second = heads.chunk(2, dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
-        scores = rotate(query) @ rotate(key).transpose(-1, -2) / math.sqrt(size)
-        future = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1)
-        weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-        context = (weights @ value).transpose(1, 2).reshape(batch, length, hidden)
+        context = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        context = context.transpose(1, 2).reshape(batch, length, hidden)
         return self._linear(f"{name}/projection", context)
 
     def _feed_forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -133,12 +123,25 @@ class PlainGPT(torch.nn.Module):
         result: torch.Tensor = self._norm("final_norm", x) @ self.weights[head].T
         return result
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of each parameter, by its name in checkpoints."""
+        weights = self.weights.items()
+        return {key.replace("/", "."): one.grad for key, one in weights if one.grad is not None}
+
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over all bytes of a batch: nats, or squared errors of the column in the line."""
         output = self(batch["tokens"])
         if "output_layer/weight" in self.weights:
             return F.mse_loss(output[..., 0], columns_by_counting(batch["tokens"]))
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+@functools.cache
+def _compute_turns(length: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine ``[length, size / 2]`` by which each pair of numbers of a head is turned."""
+    turn = torch.arange(size // 2, dtype=dtype) * (-math.log(10_000.0) / (size // 2))
+    angles = torch.arange(length)[:, None] * turn.exp()
+    return angles.cos(), angles.sin()
 
 
 def plain_losses(settings: Settings) -> list[float]:
@@ -148,19 +151,45 @@ def plain_losses(settings: Settings) -> list[float]:
 
 def plain_run(settings: Settings) -> tuple[list[float], float]:
     """Train the plain model. Returns the loss of each step and the validation loss at the end."""
-    torch.manual_seed(0)
-    text = load_corpus().train
-    model = PlainGPT(settings)
+    model, corpus, rows = PlainGPT(settings), load_corpus(), slice(None)
     losses, _ = train_plain(
-        model, settings, lambda step: model.loss(_draw_batch(settings, text, step))
+        model, settings, lambda step: model.loss(corpus.training_batch(settings, rows, step))
     )
-    unseen = dataclasses.replace(settings, seed=settings.seed + 1)
     with torch.no_grad():
-        batches = [
-            _draw_batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
-        ]
+        numbers = range(settings.eval_batches)
+        batches = (corpus.validation_batch(settings, rows, number) for number in numbers)
         validation = [model.loss(batch).item() for batch in batches]
     return losses, sum(validation) / len(validation)
+
+
+class PlainSteps:
+    """The updates of a plain model by AdamW."""
+
+    def __init__(self, model: PlainGPT, *, fused: bool = False) -> None:
+        self.model, self.settings = model, model.settings
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() in dims], "weight_decay": decay}
+            for dims, decay in (((2,), 0.1), ((1,), 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+
+    def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+        """Update the model by the loss of a step, from 1. Returns the norm of the gradients."""
+        settings = self.settings
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        limit = settings.clip_grad or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if step <= settings.warmup_iters:
+            rate = settings.lr * step / settings.warmup_iters
+        else:
+            done = (step - settings.warmup_iters) / (settings.train_iters - settings.warmup_iters)
+            rate = settings.min_lr
+            rate += (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm
 
 
 def train_plain(
@@ -168,46 +197,20 @@ def train_plain(
     steps: int | None = None,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """Train a plain model by its loss of each step. Returns the losses and the gradient norms."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=0.0,
-        betas=(0.9, 0.95),
-    )
-    losses, norms = [], []
-    limit = settings.clip_grad or math.inf
+    losses, norms, plain = [], [], PlainSteps(model)
     for step in range(1, (steps or settings.train_iters) + 1):
         loss = loss_of(step)
         losses.append(loss.item())
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
-        if step <= settings.warmup_iters:
-            rate = settings.lr * step / settings.warmup_iters
-        else:
-            done = (step - settings.warmup_iters) / (settings.train_iters - settings.warmup_iters)
-            rate = settings.min_lr
-            rate += (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+        norms.append(plain.update(step, loss).item())
     return losses, norms
-
-
-def _draw_batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
-    return draw_batch(text, settings, slice(None), settings.seed, step)
 
 
 def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
     """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
-    torch.autograd.backward(model.loss(_draw_batch(settings, load_corpus().train, 1)))
-    return {
-        name.replace("/", "."): weight.grad
-        for name, weight in model.weights.items()
-        if weight.grad is not None
-    }
+    batch = load_corpus().training_batch(settings, slice(None), 1)
+    torch.autograd.backward(model.loss(batch))
+    return model.gradients()
 
 
 def parts_of(

@@ -169,7 +169,7 @@ def _summarize(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
             yield (
                 str(ranks),
                 "bf16" if bf16 else "fp32",
-                "8" if experts else "",
+                "yes" if experts else "",
                 f"{sum(row.is_green for row in group)}/{len(group)}",
                 f"{max(row.loss for row in group):.1e}",
                 f"{max(row.gradient for row in group):.1e}",

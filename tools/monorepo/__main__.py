@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from monorepo import changelog, dependencies, ranges, settings, suites, tree, words
+from monorepo import changelog, dependencies, ranges, settings, tree, words
 from monorepo.git_tags import GitError
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
 CHECKS: Mapping[str, Callable[[Workspace, str | None], Iterable[str]]] = {
     "settings": lambda workspace, _: settings.problems(workspace),
-    "suites": lambda workspace, base: suites.problems(workspace.root, base),
     "tree": lambda workspace, _: tree.problems(tree.import_roots(workspace)),
     "links": lambda workspace, _: settings.link_problems(workspace.root),
     "dependencies": lambda workspace, _: dependencies.problems(workspace),

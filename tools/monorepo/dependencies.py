@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,26 +18,26 @@ from monorepo.workspace import Distribution, Workspace
 _FACADES = {"torch.utils.tensorboard": "tensorboard"}
 # Namespaces of distributions that need not be installed here.
 _NAMESPACES = {"megatron": ["megatron-core"]}
-# Modules of the standard library since 3.14, which the running Python may lack.
-_NEWER = ("annotationlib",)
+# In the standard library since 3.14, known to type checkers only, and an optional kernel of Apex,
+# which no index has.
+_WITHOUT_DISTRIBUTION = ("annotationlib", "_typeshed", "fused_weight_gradient_mlp_cuda")
 _BY_NAME = ("import_module", "__import__")
 
 
-class Moment(Enum):
-    """The time of an import."""
-
-    LOADING = "when the module is imported"
-    CALLING = "when a function runs"
-    TYPING = "for type checkers only"
-
-
 class ImportedName(NamedTuple):
-    """One imported name: ``a.b.c`` for ``from a.b import c``."""
+    """One imported name: ``a.b.c`` for ``from a.b import c``.
+
+    Attributes:
+        name: The name.
+        file: The module that imports it.
+        line: The line in it.
+        late: Whether a function or only a type checker imports it.
+    """
 
     name: str
     file: Path
     line: int
-    moment: Moment
+    late: bool
 
 
 def problems(workspace: Workspace) -> Iterator[str]:
@@ -51,8 +50,7 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Yield undeclared imports of a package, and declarations that nothing imports.
 
     A dependency of an extra may be imported in functions and for type checkers. A module may
-    import it at its top only after a call of ``require_extra`` with the extra's name. The same
-    holds for modules that no index has, named under ``[tool.monorepo] not-on-an-index``.
+    import it at its top only after a call of ``require_extra`` with the extra's name.
     """
     required: set[str] = {canonicalize_name(one.name) for one in package.dependencies}
     optional: dict[str, str] = {
@@ -60,12 +58,8 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
         for extra, requirements in package.extras.items()
         for one in requirements
     }
-    free = map(canonicalize_name, package.not_on_an_index)
-    optional.update(dict.fromkeys(free, "not-on-an-index"))
     used: set[str] = set()
     for imported in find_imports(package.source):
-        if imported.moment is Moment.TYPING and _is_within(imported.name, "_typeshed"):
-            continue  # only type checkers have it
         for providers in find_providers(workspace, package, imported.name):
             used |= providers
             extras = _find_required_extras(imported.file)
@@ -76,10 +70,10 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
                 continue
             if not named:
                 yield f"{place} needs {' or '.join(sorted(providers))}, which is not declared"
-            elif imported.moment is Moment.LOADING:
+            elif not imported.late:
                 yield (
-                    f"{place} belongs to {optional[min(named)]} and is imported "
-                    f"{imported.moment.value}; import it in the function that needs it"
+                    f"{place} belongs to {optional[min(named)]} and is imported when the module "
+                    "is; import it in the function that needs it"
                 )
     declared: dict[str, str] = dict.fromkeys(sorted(required), "")
     declared.update(sorted(optional.items()))
@@ -108,7 +102,7 @@ def find_providers(workspace: Workspace, package: Distribution, name: str) -> li
         if _is_within(name, sibling.module):
             return [] if sibling.name == package.name else [{sibling.name}]
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top in _NEWER:
+    if top in sys.stdlib_module_names or top in _WITHOUT_DISTRIBUTION:
         return []
     found = _list_installed().get(top) or _NAMESPACES.get(top) or [top]
     facades = [{library} for module, library in _FACADES.items() if _is_within(name, module)]
@@ -139,23 +133,21 @@ def find_imports(folder: Path) -> Iterator[ImportedName]:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for node, moment in _walk_with_moments(tree, Moment.LOADING):
+        for node, late in _walk(tree, late=False):
             for name in _list_names(node, constants):
-                yield ImportedName(name, file, getattr(node, "lineno", 0), moment)
+                yield ImportedName(name, file, getattr(node, "lineno", 0), late)
 
 
-def _walk_with_moments(node: ast.AST, moment: Moment) -> Iterator[tuple[ast.AST, Moment]]:
-    """Every node below a node, with the time at which it is run."""
-    yield node, moment
+def _walk(node: ast.AST, *, late: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node below a node, and whether it runs after the import of its module, or never."""
+    yield node, late
     body: list[ast.AST] = []
-    below = moment
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        body, below = [*node.body], Moment.TYPING
+        body = [*node.body]
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         body = [*node.body] if isinstance(node.body, list) else [node.body]
-        below = Moment.CALLING if moment is Moment.LOADING else moment
     for child in ast.iter_child_nodes(node):
-        yield from _walk_with_moments(child, below if child in body else moment)
+        yield from _walk(child, late=late or child in body)
 
 
 def _list_names(node: ast.AST, constants: Mapping[str, object]) -> Iterator[str]:

@@ -17,8 +17,15 @@ from typing import Any
 from packaging.version import Version
 
 from monorepo.git_tags import GitError, changed_files, merge_base, parse_tag
-from monorepo.hatch_settings import Cell, read_cells
-from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY, Distribution, Workspace, load_workspace
+from monorepo.workspace import (
+    PACKAGES_FOLDER,
+    REPOSITORY,
+    Cell,
+    Distribution,
+    Workspace,
+    load_workspace,
+    read_cells,
+)
 
 _INTEGRATION_FOLDER = "tests-integration"
 _DOCS_FOLDERS = (".", ".github")
@@ -80,13 +87,11 @@ class Change:
 
     Attributes:
         direct: Packages whose files changed, siblings before the packages that need them.
-        dependants: Packages that need one of those, directly or indirectly.
         integration: Whether the packages have to be tested together.
         reason: A short explanation.
     """
 
     direct: tuple[str, ...]
-    dependants: tuple[str, ...]
     integration: bool
     reason: str
 
@@ -98,13 +103,13 @@ def find_change(workspace: Workspace, base: str) -> Change:
     clone, after a forced push.
     """
     if not base.strip("0"):  # GitHub names no commit, or 40 zeros, before a first push
-        return Change(workspace.names, (), True, "everything: no base to compare with")
+        return Change(workspace.names, True, "everything: no base to compare with")
     try:
         since = merge_base(workspace.root, base)
         return sort_files(workspace, changed_files(workspace.root, since, ["."]))
     except GitError as error:
         reason = f"everything: no merge base with {base} ({' '.join(str(error).split())})"
-        return Change(workspace.names, (), True, reason)
+        return Change(workspace.names, True, reason)
 
 
 def sort_files(workspace: Workspace, files: Iterable[str]) -> Change:
@@ -128,13 +133,8 @@ def sort_files(workspace: Workspace, files: Iterable[str]) -> Change:
         elif first == _INTEGRATION_FOLDER:
             integration = True
         else:
-            return Change(workspace.names, (), True, f"everything: {path} changed")
-    return Change(
-        direct=workspace.order(direct),
-        dependants=workspace.dependants(direct),
-        integration=integration or bool(direct),
-        reason=reason,
-    )
+            return Change(workspace.names, True, f"everything: {path} changed")
+    return Change(workspace.order(direct), integration or bool(direct), reason)
 
 
 def make_plan(workspace: Workspace, cells: Sequence[Cell], change: Change) -> dict[str, Any]:
@@ -143,12 +143,11 @@ def make_plan(workspace: Workspace, cells: Sequence[Cell], change: Change) -> di
     Packages that changed are tested in all cells, their dependants in the oldest and the newest.
     """
     include = []
-    packages = workspace.order((*change.direct, *change.dependants))
+    packages = workspace.order((*change.direct, *workspace.dependants(change.direct)))
     for name in packages:
         jobs = list_jobs(workspace, workspace[name], cells)
-        is_direct = name in change.direct
-        kept = jobs if is_direct else _take_ends(jobs)
-        include += [{"package": name, **job, "direct": is_direct} for job in kept]
+        kept = jobs if name in change.direct else _take_ends(jobs)
+        include += [{"package": name, **job} for job in kept]
     pythons = sorted({cell.python for cell in cells}, key=Version)
     return {
         "include": include,

@@ -1,4 +1,4 @@
-"""Facts that stand in several files, compared: packages, test matrix, workflows and links."""
+"""Facts that stand in several files, compared: packages, matrix, workflows, tests and links."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from packaging.version import Version
 from ruamel.yaml import YAML
 
 from monorepo.git_tags import git
-from monorepo.hatch_settings import read_cells, read_torch_pin
-from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace, read_toml
+from monorepo.workspace import (
+    PACKAGES_FOLDER,
+    Distribution,
+    Workspace,
+    read_cells,
+    read_toml,
+    read_torch_pin,
+)
 
 WORKFLOWS = ".github/workflows"
-_PYTHON = "Programming Language :: Python :: "
 _JUDGE = "check"  # the job whose result is the only required status
+_TEST = re.compile(r"^ *(?:async )?def test_|^class Test", re.MULTILINE)
+_FLOOR = re.compile(r"^tests = (\d+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -26,24 +33,21 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
     for package in workspace.distributions.values():
-        for problem in _describe_package(workspace, package):
-            yield f"{package.name}: {problem}"
+        yield from _describe_requirements(package)
+        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
+    yield from _describe_suite(workspace.root, workspace.root, "tools/*/tests", "tests-integration")
 
 
-def _describe_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
-    """Faults that neither the archives' checks nor the tests of a package would find."""
-    licence = (workspace.root / "LICENSE").read_text(encoding="utf-8")
-    copy = package.folder / "LICENSE"
-    if not copy.is_file() or copy.read_text(encoding="utf-8") != licence:
-        yield "LICENSE has to be a copy of the LICENSE at the root"
+def _describe_requirements(package: Distribution) -> Iterator[str]:
+    """Requirements that users could not upgrade, or that allow versions that never worked."""
     for one in package.requirements:
         operators = {each.operator for each in one.specifier}
         if operators & {"==", "==="}:
-            yield f"pins {one}: users could not upgrade it; write a range"
+            yield f"{package.name} pins {one}: users could not upgrade it; write a range"
         elif ">=" not in operators:
-            yield f"requires {one}, which has no floor: write >= and a version"
+            yield f"{package.name} requires {one}, which has no floor: write >= and a version"
 
 
 def _describe_matrix(workspace: Workspace) -> Iterator[str]:
@@ -55,14 +59,6 @@ def _describe_matrix(workspace: Workspace) -> Iterator[str]:
         yield f"hatch.toml: [envs.versions] and [envs.matrix] differ in Python: {pythons}"
     floors = {"the default environment": read_torch_pin(workspace.root)}
     for package in workspace.distributions.values():
-        project = read_toml(package.folder / "pyproject.toml")["project"]
-        promised = [
-            text.removeprefix(_PYTHON)
-            for text in project.get("classifiers", ())
-            if text.startswith(f"{_PYTHON}3.")
-        ]
-        if promised != pythons:
-            yield f"{package.name}: classifiers promise {promised}, hatch.toml tests {pythons}"
         for one in package.dependencies:
             lowest = [each.version for each in one.specifier if each.operator == ">="]
             if one.name == "torch" and lowest:
@@ -82,6 +78,32 @@ def _describe_workflows(root: Path) -> Iterator[str]:
         if _JUDGE in jobs:
             for name in sorted(jobs.keys() - {_JUDGE, *jobs[_JUDGE].get("needs", ())}):
                 yield f"{file.name}: {_JUDGE} does not wait for {name}, which could fail unseen"
+
+
+def _describe_suite(root: Path, home: Path, *folders: str) -> Iterator[str]:
+    """Lost tests: files that pytest does not collect, and fewer tests than the settings promise."""
+    tests = _count_tests(home, *folders)
+    for file in tests:
+        if not file.match("test_*.py"):
+            yield f"{file.relative_to(root)} has tests, but pytest collects only test_*.py"
+    settings = home / "pyproject.toml"
+    floor, count = _FLOOR.search(settings.read_text(encoding="utf-8")), sum(tests.values())
+    if floor is not None and count < int(floor[1]):
+        yield f"{settings.relative_to(root)} promises {floor[1]} tests, and there are {count}"
+
+
+def raise_floor(package: Distribution) -> str:
+    """The text of a package's pyproject.toml with the number of its present tests as the floor."""
+    text = (package.folder / "pyproject.toml").read_text(encoding="utf-8")
+    count = sum(_count_tests(package.folder, "tests").values())
+    return _FLOOR.sub(lambda found: f"tests = {max(int(found[1]), count)}", text)
+
+
+def _count_tests(home: Path, *folders: str) -> dict[Path, int]:
+    """The number of tests in each file that has any."""
+    files = sorted(file for folder in folders for file in home.glob(f"{folder}/**/*.py"))
+    counts = {file: len(_TEST.findall(file.read_text(encoding="utf-8"))) for file in files}
+    return {file: count for file, count in counts.items() if count}
 
 
 def link_problems(root: Path) -> Iterator[str]:

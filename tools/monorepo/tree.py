@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,16 +13,8 @@ import grimp
 
 from monorepo.workspace import Workspace, read_toml
 
-SMALL_LINES = 40
+SMALL_LINES = 36
 _NOT_A_CONCEPT = ("__init__", "__main__", "_version")
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 
 class Root(NamedTuple):
@@ -85,18 +75,14 @@ def imported_modules(roots: Mapping[str, Root], files: Mapping[str, Path]) -> di
 
 
 def code_lines(text: str) -> int:
-    """The number of lines with code: no comment, no docstring, not blank."""
-    documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0] if node.body else None
-            if ast.get_docstring(node, clean=False) is not None and first is not None:
-                documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _LAYOUT:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - documented)
+    """The number of lines on which a statement or an expression begins, but no docstring."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.stmt, ast.expr))]
+    texts = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    return len({node.lineno for node in nodes} - {node.lineno for node in texts})
 
 
 def _find_small_modules(

@@ -1,7 +1,11 @@
-"""The pytest plugin of ``hatch run test``: a worker per core, unless a file or test is named."""
+"""The pytest plugin of ``hatch run test``: a worker per core, unless a file or test is named.
+
+A failed test is named immediately, and listed at the end.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Generator
 from pathlib import Path
@@ -18,6 +22,25 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         if config.option.dist == "no":
             config.option.dist = "loadgroup"
     return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Name failed tests in the process that prints, which gets the reports of all workers."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and terminal.verbosity < 1 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(terminal))
+
+
+@dataclasses.dataclass(eq=False)
+class _Failures:
+    terminal: pytest.TerminalReporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Name a test that has failed."""
+        if report.failed:
+            self.terminal.write(f"\nFAILED {report.nodeid}\n", flush=True, red=True)
 
 
 @pytest.hookimpl(optionalhook=True)

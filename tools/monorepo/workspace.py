@@ -1,4 +1,4 @@
-"""The packages of the repository, read from their files."""
+"""The packages of the repository and the tested versions, read from their files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -23,6 +24,7 @@ else:
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
 TEST_TOOLS = ("rank_testing", "standin")
+_PIN = re.compile(r"torch==\{matrix:torch:([^}]+)\}")
 VERSION_LINE = re.compile(r"""^(__version__ *= *["'])([^"']*)""", re.MULTILINE)
 
 
@@ -46,8 +48,6 @@ class Distribution:
         test_dependencies: Additional requirements of its tests (dependency group ``test``).
         lowest_constraints: Limits for indirect requirements at the lowest versions of the direct
             requirements, which do not work with newer ones (dependency group ``lowest``).
-        not_on_an_index: Optional modules that no requirement can bring
-            (``[tool.monorepo] not-on-an-index``).
         siblings: Names of the required packages of this repository, sorted.
     """
 
@@ -61,7 +61,6 @@ class Distribution:
     extras: Mapping[str, tuple[Requirement, ...]]
     test_dependencies: tuple[Requirement, ...]
     lowest_constraints: tuple[Requirement, ...]
-    not_on_an_index: tuple[str, ...]
     siblings: tuple[str, ...]
 
     @property
@@ -73,11 +72,6 @@ class Distribution:
     def requirements(self) -> tuple[Requirement, ...]:
         """The dependencies and then those of every extra."""
         return (*self.dependencies, *(one for extra in self.extras.values() for one in extra))
-
-    def requires(self, name: str) -> bool:
-        """Whether an installation without extras requires a distribution directly."""
-        wanted = canonicalize_name(name)
-        return any(canonicalize_name(one.name) == wanted for one in self.dependencies)
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ def load_workspace(root: Path) -> Workspace:
 
 
 def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
-    project, settings = table["project"], table["tool"].get("monorepo", {})
+    project = table["project"]
     version_file = file.parent / _read_text(file, table, "tool", "hatch", "version", "path")
     dependencies = _parse(project.get("dependencies", ()))
     extras = project.get("optional-dependencies", {})
@@ -167,7 +161,6 @@ def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
         extras={name: _parse(texts) for name, texts in extras.items()},
         test_dependencies=_parse(groups.get("test", ())),
         lowest_constraints=_parse(groups.get("lowest", ())),
-        not_on_an_index=tuple(settings.get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )
 
@@ -201,3 +194,37 @@ def read_toml(path: Path) -> dict[str, Any]:
         return dict(tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
+class Cell(NamedTuple):
+    """One combination that the packages are tested on."""
+
+    python: str
+    torch: str
+
+
+def read_torch_pin(root: Path) -> str:
+    """The version of torch in the default environment, such as ``2.13.0``."""
+    default = read_toml(root / "hatch.toml")["envs"]["default"]["dependencies"]
+    pins = [found[1] for text in default if (found := _PIN.fullmatch(text))]
+    if len(pins) != 1:
+        raise ValueError(
+            f"{root / 'hatch.toml'}: the default environment has {len(pins)} dependencies of the "
+            "form torch=={matrix:torch:X}; write exactly one"
+        )
+    return str(pins[0])
+
+
+def list_dev_dependencies(root: Path) -> list[str]:
+    """The dependencies of the environment ``dev``, with torch at its pin."""
+    pinned = f"torch=={read_torch_pin(root)}"
+    environments = read_toml(root / "hatch.toml")["envs"]
+    more = environments["dev"]["extra-dependencies"]
+    return [_PIN.sub(pinned, text) for text in (*environments["default"]["dependencies"], *more)]
+
+
+def read_cells(root: Path) -> list[Cell]:
+    """The cells of the environment ``matrix``: the products of its tables, oldest first."""
+    tables = read_toml(root / "hatch.toml")["envs"]["matrix"]["matrix"]
+    cells = {Cell(*pair) for one in tables for pair in product(one["python"], one["torch"])}
+    return sorted(cells, key=lambda cell: [*map(Version, cell)])

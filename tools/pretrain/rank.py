@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import sys
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import status_of
+from mcore.parallel import logical_and_across_model_parallel_group
 from mcore.tensor import current_device
-from pretrain.cli.claim import still_ours
+from pretrain.cli.claim import is_of_this_launcher, still_ours
 from pretrain.cli.ending import Ending, end_after
 from pretrain.cli.handshake import agree_on_folder, join
 from pretrain.cli.options import Request
@@ -48,6 +50,11 @@ def _train_and_report(request: Request) -> int:
     folder = mlflow = None
     try:
         folder = agree_on_folder(request, device)
+        # A restart by torchrun repeats the command, but not what config.json says that it did.
+        is_first = settings.reset_data and logical_and_across_model_parallel_group(
+            not is_of_this_launcher(folder.path, "config.json"), dist.group.WORLD
+        )
+        settings = dataclasses.replace(settings, reset_data=is_first)
         mlflow = _open_mlflow(request, folder, ending)
         train(
             settings, folder, device, resume=request.resume, past_damage=request.by_itself,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shlex
-import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from pretrain.usage import UsageError
 
@@ -134,27 +130,3 @@ def is_own(facts: os.stat_result, path: Path) -> bool:
 def is_plain(facts: os.stat_result) -> bool:
     """Whether these are the facts of a folder, or of a file without a second name."""
     return stat.S_ISDIR(facts.st_mode) or (stat.S_ISREG(facts.st_mode) and facts.st_nlink < 2)
-
-
-def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file and return its number. An OSError for a link or pipe: neither is followed."""
-    number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    facts = os.fstat(number)
-    if stat.S_ISREG(facts.st_mode) and is_plain(facts):
-        return number
-    os.close(number)
-    raise OSError(errno.EMLINK, "it has a second name or is no file", str(path))
-
-
-@contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file that gets its name at the end of the block, and is deleted after an error."""
-    partial = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        # Creation with O_EXCL, the "x", follows no link.
-        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

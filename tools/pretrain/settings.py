@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pretrain.run_folder import replacing
+from mcore.observe.files import replacing
 from pretrain.usage import UsageError
 
 if sys.version_info >= (3, 11):
@@ -284,6 +284,8 @@ def write_settings(
         for name, new in kept_settings(stored).items()
         if old.get(name, new) != new
     }
+    if settings.reset_data:
+        changes["reset_data"] = [False, True]
     if changes:
         history = [*history, {"step": step, "changes": changes}]
     text = json.dumps({"settings": stored, **dict(facts), "history": history}, indent=2)
@@ -311,6 +313,13 @@ def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
 def read_fact(run_dir: Path, name: str) -> Any:
     """A fact that an earlier start recorded in ``config.json``, or None."""
     return json.loads((run_dir / "config.json").read_text()).get(name)
+
+
+def last_reset(run_dir: Path) -> int:
+    """The step of the checkpoint after which the run last began its text at its start, or -1."""
+    history = read_fact(run_dir, "history") or []
+    steps: list[int] = [entry["step"] for entry in history if "reset_data" in entry["changes"]]
+    return steps[-1] if steps else -1
 
 
 def read_config(path: Path) -> dict[str, Any]:

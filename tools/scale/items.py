@@ -84,20 +84,11 @@ def save_plan(meter: Meter) -> None:
 
 def manifest(meter: Meter) -> None:
     """The manifest of 20 pieces a rank: written by rank 0, and read by each rank."""
-    pieces: dict[str, list[manifests.Piece]] = {f"layer.{number}": [] for number in range(_TENSORS)}
-    files = {}
-    for rank in range(meter.ranks):
-        name = f"__{rank}_0.distcp"
-        sizes, box = (448, 428, 448), ((_ROWS * rank, 0), (_ROWS, _WIDTH))
-        for at, held in enumerate(pieces.values()):
-            held.append(manifests.Piece(name, at * sizes[0], *sizes[1:], "0" * 16, 300, *box))
-        files[name] = [(key, held[-1]) for key, held in pieces.items()]
-    shape = (_ROWS * meter.ranks, _WIDTH)
-    keys = {key: manifests.StoredKey(torch.float32, shape, held) for key, held in pieces.items()}
+    keys, files = list_pieces(_TENSORS, meter.ranks)
     with meter.role("busiest, write"):
         raw = manifests.encode_manifest(keys, files, {})
         meter.sent_bytes = len(raw)
-    del pieces, files, keys
+    del files, keys
     with meter.role("each, read"):
         index = manifests.decode_manifest(place_of("manifest.json"), raw)
     _require(len(index.files) == meter.ranks, "the manifest lacks files")
@@ -130,6 +121,23 @@ ITEMS: dict[str, Item] = {
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise RuntimeError(f"the measured work has a wrong result: {problem}")
+
+
+def list_pieces(
+    num_keys: int, ranks: int
+) -> tuple[dict[str, manifests.StoredKey], dict[str, list[tuple[str, manifests.Piece]]]]:
+    """The keys and the files of a checkpoint in which each rank has a piece of every key."""
+    pieces: dict[str, list[manifests.Piece]] = {f"layer.{at}": [] for at in range(num_keys)}
+    files = {}
+    for rank in range(ranks):
+        name = f"__{rank}_0.distcp"
+        sizes, box = (448, 428, 448), ((_ROWS * rank, 0), (_ROWS, _WIDTH))
+        for at, held in enumerate(pieces.values()):
+            held.append(manifests.Piece(name, at * sizes[0], *sizes[1:], f"{at:016x}", 300, *box))
+        files[name] = [(key, held[-1]) for key, held in pieces.items()]
+    shape = (_ROWS * ranks, _WIDTH)
+    keys = {key: manifests.StoredKey(torch.float32, shape, held) for key, held in pieces.items()}
+    return keys, files
 
 
 def _compare(ranks: int) -> Iterator[RankComparison]:

@@ -98,8 +98,7 @@ class DeviceWork(Work):
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait. The host does not."""
         self._finish()
-        stream = current_stream(torch.device(NAME, self._key[0]))
-        clocks.wait(stream.key, clocks.views[self._key])
+        clocks.wait(current_stream(self._key[0]).key, clocks.views[self._key])
         return True
 
     def _finish(self) -> None:
@@ -155,6 +154,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 def register_collectives() -> list[Any]:
     """Make the group the default one of the device. Returns the library, which must be kept."""
     dist.Backend.register_backend(f"{NAME}_nccl", Communicator, devices=[NAME])
+    dist.Backend.backend_capability["gloo"].append(NAME)  # as CUDA: a bound world can make a group
     library: Any = torch.library.Library("c10d", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():  # torch has kernels for any device, which gloo refuses

@@ -107,6 +107,9 @@ def find_line() -> str:
 def _name_file(file: str) -> str:
     """Return a file's name in the repository, or none for torch, Python and this tool."""
     path = Path(file)
+    inside = file.partition("site-packages/")[2]
+    if inside.startswith("mcore/"):  # a package installed from its wheel
+        return f"packages/{inside}"
     is_library = "site-packages" in path.parts or path.is_relative_to(_STANDARD_LIBRARY)
     if file.startswith("<") or is_library or path.parent in _HARNESS:
         return ""

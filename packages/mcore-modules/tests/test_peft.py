@@ -7,7 +7,6 @@ import torch
 
 from mcore.modules import Float16Module, MegatronModule
 
-peft = pytest.importorskip("peft")  # an isolated installation has no other libraries
 BF16 = SimpleNamespace(bf16=True)
 
 
@@ -22,6 +21,7 @@ class Model(MegatronModule):
 
 @pytest.mark.parametrize("make", [Model, lambda: Float16Module(BF16, Model())])
 def test_adapters_train_and_the_model_does_not(make):
+    peft = pytest.importorskip("peft")  # an isolated installation has no other libraries
     torch.manual_seed(0)
     model = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["linear"]))
     trained = {name for name, param in model.named_parameters() if param.requires_grad}

@@ -7,10 +7,10 @@ import torch
 
 from mcore.modules import Float16Module
 
-quantization = pytest.importorskip("torchao.quantization")  # absent in isolated installations
-
 
 def test_a_quantised_model_runs_and_loads():
+    quantization = pytest.importorskip("torchao.quantization")  # absent in isolated installations
+
     def make(seed):
         torch.manual_seed(seed)
         model = Float16Module(SimpleNamespace(bf16=True), torch.nn.Linear(64, 64))

@@ -7,7 +7,6 @@ import torch
 
 from mcore.modules import Float16Module, MegatronModule
 
-transformers = pytest.importorskip("transformers")  # absent in isolated installations
 BF16 = SimpleNamespace(bf16=True)
 
 
@@ -20,6 +19,7 @@ class Model(MegatronModule):
 
 @pytest.mark.parametrize("make", [Model, lambda: Float16Module(BF16, Model())])
 def test_biases_and_norms_are_not_decayed(make, tmp_path):
+    transformers = pytest.importorskip("transformers")  # absent in isolated installations
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path), weight_decay=0.1, report_to=[], use_cpu=True
     )

@@ -11,6 +11,7 @@ from mcore.observe import (
     reports,
     start_memory_history_recording,
 )
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.reports import save_snapshot_at_profile_end
 from rank_testing import run_ranks
 
@@ -81,7 +82,7 @@ def test_the_process_where_there_is_no_accelerator():
 
 @pytest.fixture(autouse=True)
 def fresh_process():
-    for cached in (reports._warn_no_cuda, reports._start_recording):
+    for cached in (warn_once, reports._start_recording):
         cached.cache_clear()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mcore.parallel.process_groups import clear_default_process_groups
 from mcore.parallel.rng import shared
 from mcore.parallel.torch_compat import can_order_ranks
+from standin.guard import find_problem
 from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 
@@ -21,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ordered_ranks") and not can_order_ranks():
         pytest.skip("is about groups in another order, which this version of torch sorts")
+
+
+@pytest.fixture(params=["gloo", "standin:standin_nccl"])
+def backend_of_ranks(request: pytest.FixtureRequest) -> str:
+    """What ranks join: gloo on the CPU, then the group of the stand-in, with a device each."""
+    if request.param != "gloo" and find_problem() is not None:
+        pytest.skip(f"no stand-in accelerator: {find_problem()}")
+    name: str = request.param
+    return name
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,14 +40,10 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.files.index import read_index
-from mcore.parallel.checkpoint.files.manifest import (
-    MANIFEST_FILE,
-    Piece,
-    StoredKey,
-    encode_manifest,
-)
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, encode_manifest
 from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
+from scale.items import list_pieces
 
 _NUM_TENSORS, _ROWS, _COLUMNS = 64, 4096, 1024  # 16 MiB of float32 each, half of it on a rank
 _SIZE = "1 GiB on 2 ranks"
@@ -100,41 +97,26 @@ def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
 
 def _compare_small_tensors() -> Iterator[Row]:
     """Many small tensors on one rank: the cost of a key."""
-    with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
-        [seconds] = run_ranks(_measure_small, 1, folder, timeout_s=600)
     size = f"{_NUM_SMALL} tensors of 1 KiB, files in memory"
-    for case, target in (("save", 1.0), ("load", 1.5)):
-        ours, stock = seconds[case]["ours"], seconds[case]["stock"]
-        yield Row(f"{case}, {size}", ours, _STOCK, stock, target, "values")
-
-
-def _measure_small(folder: str) -> dict[str, dict[str, float]]:
-    root = Path(folder)
-    state = {f"layer.{i}.weight": torch.randn(1, _SMALL) for i in range(_NUM_SMALL)}
-    saves: dict[str, Work] = {
-        "ours": lambda turn: save_sharded_state_dict(state, root / f"save-{turn}"),
-        "stock": lambda turn: save(
-            state, storage_writer=FileSystemWriter(root / f"save-{turn}", sync_files=True)
-        ),
-    }
-    seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
-    save_sharded_state_dict(state, root / "ours")
-    saves["stock"](0)
-    loads: dict[str, Work] = {
-        "ours": lambda _: load_sharded_state_dict(state, root / "ours"),
-        "stock": lambda _: load(state, checkpoint_id=root / "save-0"),
-    }
-    for work in loads.values():
-        if not _check_load(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
-            raise RuntimeError("a load did not restore the values")
-    return {**seconds, "load": _time_rounds(loads, lambda: None)}
+    with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
+        [(agrees, seconds)] = run_ranks(_measure, 1, folder, is_small=True, timeout_s=600)
+    if not agrees:
+        yield Row.disagreement(f"save and load, {size}", _STOCK, "loaded values")
+        return
+    for case, place, peer, target in (
+        ("save", "save", "stock, synced", 1.0), ("load", "load, files in memory", "stock", 1.5),
+    ):  # fmt: skip
+        sides = seconds[place]
+        yield Row(f"{case}, {size}", sides["ours"], _STOCK, sides[peer], target, "values")
 
 
 def _compare_manifest() -> Row:
     """A manifest of very many pieces, against the parsing of its JSON alone."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         root = Path(folder)
-        _write_large_manifest(root)
+        keys, files = list_pieces(_NUM_PIECES // _PIECES_A_KEY, ranks=_PIECES_A_KEY)
+        (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
+        del keys, files
         num_pieces = len(read_index(root).keys["layer.7"].pieces)
         return compare(
             f"read a manifest of {_NUM_PIECES} pieces", lambda: read_index(root),
@@ -144,32 +126,19 @@ def _compare_manifest() -> Row:
         )  # fmt: skip
 
 
-def _write_large_manifest(root: Path) -> None:
-    whole = StoredKey(torch.bfloat16, (8 * _PIECES_A_KEY, 1024), ())
-    keys = {f"layer.{i}": whole for i in range(_NUM_PIECES // _PIECES_A_KEY)}
-    files, span = {}, 17_216
-    for rank in range(_PIECES_A_KEY):
-        name, start = f"__{rank}_0.distcp", (8 * rank, 0)
-        pieces = [
-            (key, Piece(name, at * span, span, span, f"{at:016x}", 704, start, (8, 1024)))
-            for at, key in enumerate(keys)
-        ]
-        files[name] = pieces
-    (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
-
-
-def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
+def _measure(folder: str, *, is_small: bool = False) -> tuple[bool, dict[str, dict[str, float]]]:
     """One rank: whether loads return the saved values, and the time of each side by case."""
-    rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
+    rank, root = dist.get_rank(), Path(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    num, *shape = (_NUM_SMALL, 1, _SMALL) if is_small else (_NUM_TENSORS, _ROWS // 2, _COLUMNS)
     generator = torch.Generator().manual_seed(rank)
-    tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
-    ours = {
-        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", tensor, (0, rank, 2))
-        for i, tensor in enumerate(tensors)
-    }
-    stock = {
-        f"w{i}": DTensor.from_local(tensor, mesh, [Shard(0)]) for i, tensor in enumerate(tensors)
-    }
+    tensors = [torch.randn(shape, generator=generator) for _ in range(num)]
+    ours: dict[str, Any] = {f"layer.{i}.weight": tensor for i, tensor in enumerate(tensors)}
+    stock = dict(ours)
+    if not is_small:
+        for key, tensor in ours.items():
+            ours[key] = ShardedTensor.from_rank_offsets(key, tensor, (0, rank, 2))
+            stock[key] = DTensor.from_local(tensor, mesh, [Shard(0)])
 
     def saved_by_stock(sync: bool) -> Work:
         return lambda turn: save(
@@ -182,6 +151,8 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         "stock, not synced": saved_by_stock(sync=False),
         "raw": lambda turn: _write_raw(root / f"save-{turn}-{rank}", tensors),
     }
+    if is_small:
+        saves = {name: saves[name] for name in ("ours", "stock, synced")}
     seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
     save_sharded_state_dict(ours, root / "ours")
     saved_by_stock(sync=True)(0)
@@ -202,10 +173,13 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         _check_load(tensors, work)
         for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
     )
+    if is_small:
+        loads = {name: loads[name] for name in ("ours", "stock")}
     seconds["load, files in memory"] = _time_rounds(loads, lambda: None)
-    seconds["load, files on disk"] = _time_rounds(
-        loads, lambda: _run_on_first_rank(lambda: _forget(root))
-    )
+    if not is_small:
+        seconds["load, files on disk"] = _time_rounds(
+            loads, lambda: _run_on_first_rank(lambda: _forget(root))
+        )
     return agrees, seconds
 
 

@@ -16,7 +16,7 @@ import io
 import math
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,20 +24,15 @@ import torch
 import torch.distributed as dist
 
 from bench.measure import Row, alternate, paired
-from bench.plain_job import PlainJob
-from mcore.parallel import ProcessGroups
-from pretrain.corpus import load_corpus
-from pretrain.model.building import build_model, build_optimizer
-from pretrain.model.configuration import transformer_config
-from pretrain.model.randomness import seed_streams
-from pretrain.run.steps import Steps
+from layouts.reference import PlainGPT, PlainSteps
+from pretrain.run.loop import Loop
 from pretrain.run.training import build_loop
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.watch.step_metrics import training_flops
 from pretrain.watch.straggler import StepRanges, StragglerWatch
 from rank_testing import run_ranks
 
+_CPU = torch.device("cpu")
 _STEPS = 10
 _COMPARED_STEPS = 3
 _LOSSES_NEAR = 1e-5
@@ -80,16 +75,18 @@ def _compare_with_plain(starts: int, rounds: int) -> Row:
 
 def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, float]], float, float]:
     """The rank: losses of both sides, and seconds of a step of each."""
-    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
-        loop = build_loop(
-            settings, RunFolder(Path(path)), torch.device("cpu"), None, False, None, int
-        )
-        model = loop.steps.model
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        plain = PlainJob(settings, loop.steps.corpus, weights)
+    with open_loop(settings) as loop:
         loop.observed.timers("interval-time", log_level=0).start()
+        model = PlainGPT(settings)
+        plain, corpus = PlainSteps(model, fused=True), loop.steps.corpus
+
+        def take_plain_step(step: int) -> torch.Tensor:
+            loss = model.loss(corpus.training_batch(settings, slice(None), step))
+            plain.update(step, loss)
+            return loss.detach()
+
         first = loop.steps.train_step
-        losses = [(float(first(step)[0]), float(plain.step(step))) for step in range(1, 6)]
+        losses = [(float(first(step)[0]), float(take_plain_step(step))) for step in range(1, 6)]
         loop.progress.step = len(losses)
 
         def ours() -> None:
@@ -99,7 +96,7 @@ def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
         def peer() -> None:
             last = torch.zeros(())
             for step in range(_STEPS):
-                last = plain.step(step + 10)
+                last = take_plain_step(step + 10)
             last.item()
 
         ours_s, peer_s = paired(ours, peer, number=1, repeats=rounds)
@@ -109,61 +106,51 @@ def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
 def _time_detector(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:
     """One rank: losses by whether the detector is on, and seconds of a step with and without it."""
     losses: dict[bool, list[float]] = {}
-    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
-        for is_on in (True, False):
-            job = _Job(settings, RunFolder(Path(path)), is_on=is_on)
-            losses[is_on] = [job.loss_of(step) for step in range(1, 1 + _COMPARED_STEPS)]
-            job.watch.close()
+    for is_on in (True, False):
+        with open_loop(dataclasses.replace(settings, straggler=is_on)) as loop:
+            losses[is_on] = [_take_step(loop, step) for step in range(1, 1 + _COMPARED_STEPS)]
+    with open_loop(dataclasses.replace(settings, straggler=False)) as loop:
 
         def time_steps(is_on: bool) -> float:
-            job.watch_with(is_on)
-            seconds = job.seconds_per_step()
-            job.watch.close()
-            return seconds
+            loop.watch.close()
+            watched = dataclasses.replace(settings, straggler=is_on)
+            loop.watch = StragglerWatch(watched, loop.folder, _CPU, loop.flops_per_step)
+            detector, waits = loop.watch.detector, loop.watch.waits
+            loop.steps.ranges = StepRanges(detector, None, _CPU, waits=waits)
+            return _time_steps(loop)
 
         on_s, off_s = alternate([partial(time_steps, is_on) for is_on in (True, False)], rounds)
     return losses, _average_faster_half(on_s), _average_faster_half(off_s)
 
 
-class _Job:
-    """The steps of a run, and its detector."""
+def _take_step(loop: Loop, step: int) -> float:
+    """Do a step and return its loss."""
+    loss, *_ = loop.steps.train_step(step)
+    loop.watch.end_step()
+    return float(loss)
 
-    def __init__(self, settings: Settings, folder: RunFolder, *, is_on: bool) -> None:
-        self.settings = settings
-        self.folder = folder
-        self.device = torch.device("cpu")
-        self.groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
-        seed_streams(settings.seed, self.groups, self.device)
-        self.model = build_model(settings, transformer_config(settings), self.groups, self.device)
-        self.optimizer = build_optimizer(settings, self.model, self.groups)
-        self.corpus = load_corpus()
-        self.watch_with(is_on)
 
-    def watch_with(self, is_on: bool) -> None:
-        """Make a new detector, on or off."""
-        settings = dataclasses.replace(self.settings, straggler=is_on)
-        self.watch = StragglerWatch(settings, self.folder, self.device, training_flops(settings))
-        ranges = StepRanges(self.watch.detector, None, self.device, waits=self.watch.waits)
-        self.steps = Steps(
-            settings, self.model, self.optimizer, self.corpus, self.groups, self.device, ranges
-        )
+def _time_steps(loop: Loop) -> float:
+    """Seconds of a step, of some steps and a report, as between two console lines."""
+    _take_step(loop, 1)
+    loop.watch.report(1)
+    dist.barrier()
+    started_s = time.perf_counter()
+    for step in range(1, 1 + _STEPS):
+        _take_step(loop, step)
+    loop.watch.report(_STEPS)
+    return (time.perf_counter() - started_s) / _STEPS
 
-    def loss_of(self, step: int) -> float:
-        """Do a step and return its loss."""
-        loss, *_ = self.steps.train_step(step)
-        self.watch.end_step()
-        return float(loss)
 
-    def seconds_per_step(self) -> float:
-        """Do some steps and a report, as between two console lines."""
-        self.loss_of(1)
-        self.watch.report(1)
-        dist.barrier()
-        started_s = time.perf_counter()
-        for step in range(1, 1 + _STEPS):
-            self.loss_of(step)
-        self.watch.report(_STEPS)
-        return (time.perf_counter() - started_s) / _STEPS
+@contextlib.contextmanager
+def open_loop(settings: Settings) -> Iterator[Loop]:
+    """The main job's loop on one rank, with a temporary run folder and no output."""
+    settings = dataclasses.replace(settings, mlflow=False)
+    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
+        loop = build_loop(settings, RunFolder(Path(path)), _CPU, None, False, None, int)
+        yield loop
+        loop.observed.close()
+        loop.watch.close()
 
 
 def _average_faster_half(seconds: list[float]) -> float:

@@ -34,13 +34,9 @@ from mcore.parallel import (
 
 _WORLDS = (8, 64, 512, 4096)
 _SIZES: Any = {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "expt_tp": 1}
-_PEER_SIZES = {
-    "tensor_model_parallel_size": _SIZES["tp"],
-    "context_parallel_size": _SIZES["cp"],
-    "pipeline_model_parallel_size": _SIZES["pp"],
-    "expert_model_parallel_size": _SIZES["ep"],
-    "expert_tensor_parallel_size": _SIZES["expt_tp"],
-}
+_PEER_NAMES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "ep": "expert_model",
+               "expt_tp": "expert_tensor"}  # fmt: skip
+_PEER_SIZES = {f"{_PEER_NAMES[name]}_parallel_size": size for name, size in _SIZES.items()}
 _GROUP_FIELDS = (
     *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
     *("dp", "dp_cp", "tp_dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp"),
@@ -55,7 +51,7 @@ def run() -> Iterable[Row]:
     with _suppress_output():
         core = name_of()
         yield from _compare_slices(core)
-        yield from _compare_forks(core)
+        yield _compare_forks(core)
         yield from _compare_groups(core)
         yield from _compare_index(name_of("megatron-fsdp"))
 
@@ -80,64 +76,55 @@ def _compare_slices(name: str) -> Iterator[Row]:
     peer = megatron("utils").get_batch_on_this_cp_rank
     for rows, length, cp_size in ((1, 4096, 4), (4, 4096, 8), (1, 131072, 8)):
         case = f"cp slice, 4 tensors [{rows}, {length}], cp {cp_size}"
-        yield _compare_slice(
-            case, _make_batch(rows, length), cp_size, peer, name, target=1.5, number=50
-        )
+        yield _compare_slice(case, peer, name, rows, length, cp_size, None, 1.5)
     length, cp_size = 4096, 4
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    batch = {**_make_batch(1, length), "attention_mask": mask}
     case = f"cp slice, the same and a mask [1, 1, {length}, {length}], cp {cp_size}"
-    yield _compare_slice(case, batch, cp_size, peer, name, target=1.0, number=10)
-
-
-def _make_batch(rows: int, length: int) -> dict[str, Any]:
-    return {
-        "tokens": torch.randint(0, 50_000, (rows, length)),
-        "labels": torch.randint(0, 50_000, (rows, length)),
-        "loss_mask": torch.ones(rows, length),
-        "attention_mask": None,
-        "position_ids": torch.arange(length).repeat(rows, 1),
-    }
+    yield _compare_slice(case, peer, name, 1, length, cp_size, mask, 1.0)
 
 
 def _compare_slice(
-    case: str, batch: dict[str, Any], cp_size: int, peer: Callable[..., Any], name: str, *,
-    target: float, number: int,
+    case: str, peer: Callable[..., Any], name: str, rows: int, length: int, cp_size: int,
+    mask: torch.Tensor | None, target: float,
 ) -> Row:  # fmt: skip
+    batch: dict[str, Any] = {
+        "tokens": torch.randint(0, 50_000, (rows, length)),
+        "labels": torch.randint(0, 50_000, (rows, length)),
+        "loss_mask": torch.ones(rows, length),
+        "attention_mask": mask,
+        "position_ids": torch.arange(length).repeat(rows, 1),
+    }
+
+    def slice_ours() -> dict[str, Any]:
+        return get_batch_on_this_cp_rank(batch, dist.group.WORLD)
+
+    def slice_theirs() -> Any:
+        return peer(dict(batch), dist.group.WORLD)  # it overwrites its argument
+
     differing = []
     for rank in range(cp_size):
         with simulated_world(cp_size, rank):
-            ours = get_batch_on_this_cp_rank(batch, dist.group.WORLD)
-            theirs = peer(dict(batch), dist.group.WORLD)
+            ours, theirs = slice_ours(), slice_theirs()
             differing += [
                 f"{key} on rank {rank}"
                 for key in batch
                 if not (ours[key] is theirs[key] is None or torch.equal(ours[key], theirs[key]))
             ]
     with simulated_world(cp_size, rank=1):
-        group = dist.group.WORLD
         return compare(
-            case,
-            lambda: get_batch_on_this_cp_rank(batch, group),
-            name,
-            lambda: peer(dict(batch), group),  # it overwrites its argument
-            target,
-            agreement=f"all tensors on {cp_size} ranks",
-            difference=", ".join(differing),
-            number=number,
-            repeats=15,
-        )
+            case, slice_ours, name, slice_theirs, target,
+            agreement=f"all tensors on {cp_size} ranks", difference=", ".join(differing),
+            number=50 if mask is None else 10, repeats=15,
+        )  # fmt: skip
 
 
 # Random streams
 
 
-def _compare_forks(name: str) -> Iterator[Row]:
+def _compare_forks(name: str) -> Row:
     peer = megatron("tensor_parallel.random")
     if torch.cuda.is_available():
-        tracker = peer.CudaRNGStatesTracker()
-        yield _compare_fork("rng fork, CUDA", tracker, name, "cuda", _FORK_TARGET, "")
-        return
+        return _compare_fork("rng fork, CUDA", peer, name, "cuda", _FORK_TARGET)
     generator = torch.default_generator
     state = generator.get_state()
 
@@ -146,26 +133,24 @@ def _compare_forks(name: str) -> Iterator[Row]:
         generator.set_state(state)
         generator.get_state()
 
-    bare_s = single(read_and_write_twice, number=500)
-    note = (
-        f"{bare_s / 1e-6:.1f} us of both are the generator's, on CUDA the aim is {_FORK_TARGET:g}"
-    )
+    bare_us = single(read_and_write_twice, number=500) / 1e-6
+    note = f"{bare_us:.1f} us of both are the generator's, on CUDA the aim is {_FORK_TARGET:g}"
     with _redirect_cuda_state(peer):
-        yield _compare_fork("rng fork, CPU", peer.CudaRNGStatesTracker(), name, "cpu", None, note)
+        return _compare_fork("rng fork, CPU", peer, name, "cpu", None, note)
 
 
 def _compare_fork(
-    case: str, peer: Any, name: str, device: str, target: float | None, note: str
+    case: str, peer: Any, name: str, device: str, target: float | None, note: str = ""
 ) -> Row:
-    ours = CudaRNGStatesTracker(device=device)
-    for tracker in (ours, peer):
+    trackers = CudaRNGStatesTracker(device=device), peer.CudaRNGStatesTracker()
+    for tracker in trackers:
         tracker.add("first", 1234)
         tracker.add("second", 99)
-    is_same = torch.equal(*(_draw_in_forks(tracker, device) for tracker in (ours, peer)))
+    is_same = torch.equal(*(_draw_in_forks(tracker, device) for tracker in trackers))
+    ours, theirs = (partial(_fork_once, tracker) for tracker in trackers)
     return compare(
-        case, partial(_fork_once, ours), name, partial(_fork_once, peer), target,
-        agreement="draws of two streams", difference="" if is_same else "other random numbers",
-        number=500, repeats=15, note=note,
+        case, ours, name, theirs, target, agreement="draws of two streams",
+        difference="" if is_same else "other random numbers", number=500, repeats=15, note=note,
     )  # fmt: skip
 
 
@@ -210,13 +195,8 @@ def _redirect_cuda_state(peer: Any) -> Iterator[None]:
 
 def _compare_groups(name: str) -> Iterator[Row]:
     state, collection = megatron("parallel_state"), megatron("process_groups_config")
-
-    def ours() -> ProcessGroups:
-        return ProcessGroups.from_sizes(**_SIZES)
-
-    def theirs() -> None:
-        state.initialize_model_parallel(**_PEER_SIZES, create_gloo_process_groups=False)
-
+    ours, theirs = partial(ProcessGroups.from_sizes, **_SIZES), state.initialize_model_parallel
+    theirs = partial(theirs, **_PEER_SIZES, create_gloo_process_groups=False)
     growth = _Growth()
     for world in _WORLDS:
         case = f"ProcessGroups.from_sizes, {world} ranks"
@@ -230,14 +210,11 @@ def _compare_groups(name: str) -> Iterator[Row]:
         if difference:
             yield Row.disagreement(case, name, difference)
             continue
-        times = alternate(
-            [
-                partial(_time_in_new_world, build, state.destroy_model_parallel, world)
-                for build in (ours, theirs)
-            ],
-            3 if world > 1000 else 15,
-        )
-        ours_s, peer_s = map(min, times)
+        sides = [
+            partial(_time_in_new_world, build, state.destroy_model_parallel, world)
+            for build in (ours, theirs)
+        ]
+        ours_s, peer_s = map(min, alternate(sides, 3 if world > 1000 else 15))
         agreement = f"{len(_GROUP_FIELDS)} groups on 3 ranks"
         note = growth.describe(world, ours_s, peer_s)
         yield Row(case, ours_s, name, peer_s, agreement=agreement, note=note)

@@ -22,13 +22,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from bench.measure import Row, alternate
+from bench.suites.main_job import open_loop
 from mcore.parallel import ProcessGroups
-from pretrain.corpus import load_corpus
-from pretrain.model.building import build_model, build_optimizer
-from pretrain.model.configuration import transformer_config
-from pretrain.model.randomness import seed_streams
 from pretrain.run.pipeline import Pipeline
-from pretrain.run.pipeline_steps import PipelineSteps
 from pretrain.settings import Settings
 from rank_testing import run_ranks
 
@@ -119,35 +115,20 @@ class _Busy:
     data = backward = optimizer = forward
 
 
-class _Job:
-    """The steps of the main job on one of its stages."""
-
-    def __init__(self, settings: Settings) -> None:
-        groups = ProcessGroups.from_sizes(pp=settings.pp)
-        torch.set_num_threads(1)
-        seed_streams(settings.seed, groups, _CPU)
-        self.model = build_model(settings, transformer_config(settings), groups, _CPU).train()
-        optimizer = build_optimizer(settings, self.model, groups)
-        self.busy: Any = _Busy()
-        self.steps = PipelineSteps(
-            settings,
-            self.model,
-            optimizer,
-            load_corpus(),
-            groups,
-            _CPU,
-            self.busy,  # type: ignore[arg-type]  # it sleeps in the ranges
-        )
-
-    def passes(self) -> torch.Tensor:
-        """All passes of the first step."""
-        return self.steps._forward_and_backward(1)
+@contextmanager
+def _open_steps(settings: Settings) -> Iterator[Any]:
+    """The main job's steps on one of its stages, with the time of their passes."""
+    torch.set_num_threads(1)
+    with open_loop(dataclasses.replace(settings, straggler=False)) as loop:
+        steps: Any = loop.steps
+        steps.ranges = _Busy()
+        yield steps
 
 
 def _time_training(settings: Settings) -> tuple[float, float]:
-    """One rank, as above, with the main job's passes."""
-    job = _Job(settings)
-    return _find_fastest(job.passes, job.busy)
+    """One rank, as above, with the main job's passes of the first step."""
+    with _open_steps(settings) as steps:
+        return _find_fastest(partial(steps._forward_and_backward, 1), steps.ranges)
 
 
 def _find_fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
@@ -175,10 +156,8 @@ def _time_step(call: Callable[[], object]) -> float:
 class _Torch:
     """The same stage, micro-batches and loss under torch's 1F1B schedule."""
 
-    def __init__(self, job: _Job) -> None:
-        steps = self.steps = job.steps
-        settings = steps.settings
-        self.model = job.model
+    def __init__(self, steps: Any) -> None:
+        self.steps, self.model, settings = steps, steps.model, steps.settings
         count, rank = settings.num_microbatches, steps.pipeline.rank
         self.batches = [steps._read_training_batch(1, number) for number in range(count)]
         self.numbers = torch.arange(count)
@@ -195,7 +174,8 @@ class _Torch:
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._compute_loss, scale_grads=False)
 
     def _compute_loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.steps._average_loss(output, self.batches[int(number)])
+        loss: torch.Tensor = self.steps._average_loss(output, self.batches[int(number)])
+        return loss
 
     def passes(self) -> torch.Tensor:
         """All passes of the first step. Gradients stay on the parameters."""
@@ -238,8 +218,8 @@ def _compare_with_torch(settings: Settings) -> Row:
 
 
 def _time_both(settings: Settings) -> tuple[list[float], float, float]:
-    job = _Job(settings)
-    both = (job, _Torch(job))
-    losses = [float(each.passes()) for each in both]
-    ours_s, peer_s = alternate([partial(_time_step, each.passes) for each in both], _ROUNDS)
+    with _open_steps(settings) as steps:
+        both = (partial(steps._forward_and_backward, 1), _Torch(steps).passes)
+        losses = [float(each()) for each in both]
+        ours_s, peer_s = alternate([partial(_time_step, each) for each in both], _ROUNDS)
     return losses, min(ours_s), min(peer_s)

@@ -45,10 +45,10 @@ _SENSORS = (60.0, 400.0, 97.0, 1980.0)  # C, W, %, MHz
 def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
     ours, peer = _make_ours(1, 0), _make_peer(1, 0)
-    yield _compare_range_off(ours, peer)
-    yield _compare_range_on(ours, peer, HostRanges(), "on the CPU", 6.0)
+    yield _compare_range(ours, peer, None, "off", 1.35)
+    yield _compare_range(ours, peer, HostRanges(), "on, on the CPU", 6.0)
     events = EventRanges(make_event=_Event, is_capturing=lambda: False, prefill=2 * _NUM_RANGES)
-    yield _compare_range_on(ours, peer, events, "with stand-in events on both sides", None)
+    yield _compare_range(ours, peer, events, "on, with stand-in events on both sides", None)
     yield _compare_rank_0()
     for world in (2, 4, 8):
         yield from _compare_reports(world)
@@ -82,14 +82,9 @@ def _make_peer(world: int, rank: int) -> Any:
     for _ in range(4 * _NUM_RANGES):
         peer.evt_q.put(_Event())
     _switch_peer(peer, True)
-    temp_c, power_w, util_pct, clock_mhz = _SENSORS
-    cuda: Any = torch.cuda
-    cuda.synchronize = lambda *args: None
-    cuda.current_device = lambda: 0
-    cuda.temperature = lambda *args: temp_c
-    cuda.power_draw = lambda *args: power_w
-    cuda.utilization = lambda *args: util_pct
-    cuda.clock_rate = lambda *args: clock_mhz
+    sensors = zip(("temperature", "power_draw", "utilization", "clock_rate"), _SENSORS, strict=True)
+    for name, value in (("synchronize", None), ("current_device", 0), *sensors):
+        setattr(torch.cuda, name, lambda *_, value=value: value)
     return peer
 
 
@@ -106,36 +101,31 @@ def _repeat_range(detector: Any) -> None:
             pass
 
 
-def _compare_range_off(ours: StragglerDetector, peer: Any) -> Row:
-    ours._set_enabled(False)
-    _switch_peer(peer, False)
-    return compare(
-        "with detector: pass, off", partial(_repeat_range, ours), name_of(),
-        partial(_repeat_range, peer), 1.35, agreement="nothing is timed",
-        number=5, repeats=21, calls=_NUM_RANGES,
-    )  # fmt: skip
+def _repeat_and_reset(detector: Any) -> None:
+    _repeat_range(detector)
+    detector.reset()
 
 
-def _compare_range_on(
-    ours: StragglerDetector, peer: Any, ranges: HostRanges, kind: str, target: float | None
+def _compare_range(
+    ours: StragglerDetector, peer: Any, ranges: HostRanges | None, kind: str, target: float | None
 ) -> Row:
-    ours._use_ranges(ranges)
-    ours._set_enabled(True)
-    _switch_peer(peer, True)
+    """A range of two detectors, which are off without ``ranges``."""
+    is_on = ranges is not None
+    if ranges is not None:
+        ours._use_ranges(ranges)
+    ours._set_enabled(is_on)
+    _switch_peer(peer, is_on)
     _repeat_range(ours)
     _repeat_range(peer)
-    counts = ranges.take()[COMPUTE_KIND].count, len(peer.start_gemm_tm)
+    counts = ranges.take()[COMPUTE_KIND].count if ranges is not None else 0, len(peer.start_gemm_tm)
     peer.reset()
-
-    def repeat_and_reset(detector: Any) -> None:
-        _repeat_range(detector)
-        detector.reset()
-
+    work = _repeat_and_reset if is_on else _repeat_range
     return compare(
-        f"with detector: pass, on, {kind}", partial(repeat_and_reset, ours), name_of(),
-        partial(repeat_and_reset, peer), target, agreement="number of ranges",
-        difference="" if counts == (_NUM_RANGES,) * 2 else f"{counts} ranges of {_NUM_RANGES}",
-        number=2, repeats=21, calls=_NUM_RANGES, note="reset included",
+        f"with detector: pass, {kind}", partial(work, ours), name_of(), partial(work, peer), target,
+        agreement="number of ranges" if is_on else "nothing is timed",
+        difference="" if counts == (_NUM_RANGES * is_on,) * 2 else f"{counts} ranges",
+        number=2 if is_on else 5, repeats=21, calls=_NUM_RANGES,
+        note="reset included" if is_on else "",
     )  # fmt: skip
 
 
@@ -165,20 +155,20 @@ def _report_once(detector: Any) -> None:
 
 
 def _compare_reports(world: int) -> Iterator[Row]:
-    measured = run_ranks(_time_reports, world, timeout_s=600)
     case = f"report with its line, {world} ranks"
-    ours_line, peer_line, against_peer, against_torch = measured[0]
-    if ours_line != peer_line or not ours_line:
-        yield Row.disagreement(case, name_of(), f"{ours_line!r} against {peer_line!r}")
+    lines, against_peer, against_torch = run_ranks(_time_reports, world, timeout_s=600)[0]
+    if lines[0] != lines[1] or not lines[0]:
+        yield Row.disagreement(case, name_of(), f"{lines[0]!r} against {lines[1]!r}")
         return
     target = {2: 2.0, 4: 3.0}.get(world)  # none for more ranks than two cores can run
-    ours_s, peer_s = against_peer
-    yield Row(case, ours_s, name_of(), peer_s, target, _SAME_LINE)
-    ours_s, torch_s = against_torch
-    yield Row(case, ours_s, "torch's all-gather of one row, bare", torch_s)
+    for times, peer, aim, agreement in (
+        (against_peer, name_of(), target, _SAME_LINE),
+        (against_torch, "torch's all-gather of one row, bare", None, ""),
+    ):
+        yield Row(case, times[0], peer, times[1], aim, agreement)
 
 
-def _time_reports() -> tuple[str, str, tuple[float, float], tuple[float, float]]:
+def _time_reports() -> tuple[list[str], tuple[float, float], tuple[float, float]]:
     """Log the same values once through both, then time reports of real ranges."""
     logging.disable(logging.NOTSET)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -202,7 +192,7 @@ def _time_reports() -> tuple[str, str, tuple[float, float], tuple[float, float]]
     bare = partial(all_gather_single, rows, row, dist.group.WORLD)
     report_ours, report_peer = partial(_report_once, ours), partial(_report_once, peer)
     against_peer = paired(report_ours, report_peer, number=10, repeats=31)
-    return texts[0], texts[1], against_peer, paired(report_ours, bare, number=10, repeats=31)
+    return texts, against_peer, paired(report_ours, bare, number=10, repeats=31)
 
 
 def _compare_rank_0() -> Row:

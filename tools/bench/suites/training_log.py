@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ _CALL_A_METRIC = "one MLflow call for each metric"
 _SUM_A_LOSS = "a zero and a sum for each loss"
 _STEP_S = 0.02  # the step between two calls, while the background thread works
 _LIMIT_S = 100e-6
+_LAYER = [(768,), (3 * 768, 768), (768, 768), (768,), (4 * 768, 768), (768, 4 * 768)]
 _HALF = type("Half", (), {"bf16": True, "fp16": False})()
 
 
@@ -46,9 +48,9 @@ def run() -> Iterable[Row]:
         for num_losses in (16, 64):
             yield from _compare_mlflow(Path(folder), num_losses, steps=50, peer_steps=2)
     yield from _compare_quiet_steps()
-    yield from _compare_norm("85 M parameters of 12 layers in bf16", _make_layers(12), target=1.8)
+    yield from _compare_norm("85 M parameters of 12 layers in bf16", _LAYER * 12, target=1.8)
     for num in (100, 1000, 10_000):
-        yield from _compare_norm(f"{num} tensors of 1000 in bf16", _make_tensors(num), target=None)
+        yield from _compare_norm(f"{num} tensors of 1000 in bf16", [(1000,)] * num, target=None)
 
 
 # --- MLflow -------------------------------------------------------------------------------------
@@ -144,11 +146,8 @@ def _time_calls(owner: Any, method: str) -> Iterator[list[float]]:
         original(*args, **kwargs)
         seconds.append(time.perf_counter() - started_s)
 
-    setattr(owner, method, timed)
-    try:
+    with patch.object(owner, method, timed):
         yield seconds
-    finally:
-        delattr(owner, method)
 
 
 # --- steps without output -----------------------------------------------------------------------
@@ -158,11 +157,11 @@ def _compare_quiet_steps() -> Iterator[Row]:
     """A step at which no interval ends, with few and many losses."""
     for num_losses in (1, 12, 100):
         losses = _make_losses(num_losses)
-        ours, ours_totals = _make_quiet_step(losses)
-        theirs, their_totals = _make_step_of_sums(losses)
+        totals: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        ours, theirs = _make_quiet_step(losses, totals[0]), _make_step_of_sums(losses, totals[1])
         ours()
         theirs()
-        is_same = all(ours_totals[name].item() == their_totals[name].item() for name in losses)
+        is_same = all(totals[0][name].item() == totals[1][name].item() for name in losses)
         yield compare(
             f"step off the intervals, {num_losses} losses", ours, _SUM_A_LOSS, theirs,
             agreement="sums of the losses", difference="" if is_same else "other sums",
@@ -170,21 +169,17 @@ def _compare_quiet_steps() -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _make_quiet_step(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
+def _make_quiet_step(losses: dict[str, Tensor], totals: dict[str, Any]) -> Callable[[], Any]:
     logger = LoggerConfig(log_interval=1000, tensorboard_log_interval=1000)
     config = ConfigContainer(logger=logger, train=TrainingConfig(micro_batch_size=1))
     state = GlobalState(config, train_state=TrainState(step=1))
-    totals: dict[str, Any] = {}
     rate: Any = torch.tensor(1e-4)
-
-    def step() -> None:
-        training_log(losses, totals, rate, None, 1.0, False, 0, 2.5, 15.2, 0, config, state, [], [])
-
-    return step, totals
+    return lambda: training_log(
+        losses, totals, rate, None, 1.0, False, 0, 2.5, 15.2, 0, config, state, [], []
+    )
 
 
-def _make_step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
-    totals: dict[str, Any] = {}
+def _make_step_of_sums(losses: dict[str, Tensor], totals: dict[str, Any]) -> Callable[[], Any]:
     rate = torch.tensor(1e-4)
 
     def step() -> float:
@@ -193,14 +188,17 @@ def _make_step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], di
             totals[name] = totals.get(name, zero) + loss
         return torch.tensor([rate.item()], dtype=torch.float32).item()
 
-    return step, totals
+    return step
 
 
 # --- norm of the parameters ---------------------------------------------------------------------
 
 
-def _compare_norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
+def _compare_norm(
+    case: str, shapes: Iterable[tuple[int, ...]], target: float | None
+) -> Iterator[Row]:
     """The norm against float32 copies of all parameters, and against one copy at a time."""
+    model = _make_model(shapes)
     parameters = [parameter.detach() for parameter in model.parameters()]
     ours = functools.partial(calc_params_l2_norm, model, _HALF)
     exact = math.sqrt(sum(p.double().square().sum().item() for p in parameters))
@@ -226,15 +224,7 @@ def _compute_norm(copies: Callable[[], Iterable[Tensor]]) -> float:
     return torch.stack(squares).sum().sqrt().item()
 
 
-def _make_layers(num: int) -> nn.Module:
-    shapes = [(768,), (3 * 768, 768), (768, 768), (768,), (4 * 768, 768), (768, 4 * 768)] * num
-    return _make_module([torch.randn(shape) for shape in shapes])
-
-
-def _make_tensors(num: int) -> nn.Module:
-    return _make_module([torch.randn(1000) for _ in range(num)])
-
-
-def _make_module(values: list[Tensor]) -> nn.Module:
+def _make_model(shapes: Iterable[tuple[int, ...]]) -> nn.Module:
     torch.manual_seed(0)
-    return nn.ParameterList(nn.Parameter(v.bfloat16(), requires_grad=False) for v in values)
+    values = (torch.randn(shape).bfloat16() for shape in shapes)
+    return nn.ParameterList(nn.Parameter(value, requires_grad=False) for value in values)

@@ -10,15 +10,11 @@ from typing import Any
 
 from bench.measure import Row, compare, compare_imports, loop, paired
 from bench.peers import megatron, name_of
-from mcore.versioning import (
-    deprecated,
-    experimental_cls,
-    experimental_fn,
-    is_torch_min_version,
-    set_experimental_flag,
-)
+from mcore import versioning
+from mcore.versioning import experimental_cls, is_torch_min_version, set_experimental_flag
 
 _CALLS = 1000
+_DEPRECATION = ("1.0.0", "2.0.0", "new", "Slow.")
 _ROUNDS: Any = {"number": 2, "repeats": 61}
 _REQUESTS = ("0.1", "2.0.0", "2.6.0", "2.6.0a0", "3.0", "1000.0.1")
 
@@ -30,9 +26,18 @@ def run() -> Iterable[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield _compare_minimum(peer, name)
-        yield _compare_deprecated(peer, name)
         with _enable_experimental(peer_config):
-            yield _compare_experimental_fn(peer, peer_config, name)
+            for wrapper, arguments, target, agreement in (
+                ("deprecated", _DEPRECATION, 1.25, "value and warning category"),
+                ("experimental_fn", ("0.16.0",), 1.35, "value, refusal when off"),
+            ):
+                ours, theirs = (
+                    getattr(module, wrapper)(*arguments)(_make_function())
+                    for module in (versioning, peer)
+                )
+                seen = [_observe(function, peer_config) for function in (ours, theirs)]
+                case = f"{wrapper}, call overhead"
+                yield _compare_overhead(case, ours, theirs, name, target, agreement, seen)
             yield from _compare_experimental_cls()
     yield compare_imports(
         "mcore.versioning", "packaging.version", "packaging.version alone", 0.5, repeats=15
@@ -52,28 +57,6 @@ def _compare_minimum(peer: Any, name: str) -> Row:
         agreement=f"{len(_REQUESTS)} requests",
         difference=[pair for pair in pairs if pair[1] != pair[2]], calls=_CALLS, **_ROUNDS,
     )  # fmt: skip
-
-
-def _compare_deprecated(peer: Any, name: str) -> Row:
-    ours = deprecated("1.0.0", "2.0.0", "new", "Slow.")(_make_function())
-    theirs = peer.deprecated("1.0.0", "2.0.0", "new", "Slow.")(_make_function())
-    seen = [_list_warnings(function) for function in (ours, theirs)]
-    agreement = "value and warning category"
-    return _compare_overhead("deprecated, call overhead", ours, theirs, name, 1.25, agreement, seen)
-
-
-def _compare_experimental_fn(peer: Any, peer_config: Any, name: str) -> Row:
-    ours = experimental_fn("0.16.0")(_make_function())
-    theirs = peer.experimental_fn("0.16.0")(_make_function())
-    values = [ours(4), theirs(4)]
-    _set_both_flags(peer_config, False)
-    refusals = [_name_error(ours), _name_error(theirs)]
-    _set_both_flags(peer_config, True)
-    seen = list(zip(values, refusals, strict=True))
-    agreement = "value, refusal when off"
-    return _compare_overhead(
-        "experimental_fn, call overhead", ours, theirs, name, 1.35, agreement, seen
-    )
 
 
 def _compare_experimental_cls() -> Iterator[Row]:
@@ -126,19 +109,19 @@ def _make_class() -> type[Any]:
     return Point
 
 
-def _list_warnings(function: Callable[[int], int]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        value = function(4)
-    return [str(value), *(warning.category.__name__ for warning in caught)]
-
-
-def _name_error(function: Callable[[int], int]) -> str:
-    try:
-        function(4)
-    except Exception as error:
-        return type(error).__name__
-    return "no error"
+def _observe(function: Callable[[int], int], peer_config: Any) -> list[str]:
+    """The value or the error of a call and its warnings, with experimental features off and on."""
+    seen = []
+    for flag in (False, True):
+        _set_both_flags(peer_config, flag)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                seen.append(str(function(4)))
+            except Exception as error:
+                seen.append(type(error).__name__)
+        seen += [warning.category.__name__ for warning in caught]
+    return seen
 
 
 @contextmanager

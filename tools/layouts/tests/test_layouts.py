@@ -15,7 +15,15 @@ import torch
 from layouts import __main__ as command
 from layouts import comparison
 from layouts.cell import Result, limit_time
-from layouts.combinations import choose_combinations, combinations, meetings, name_of, others
+from layouts.combinations import (
+    FIXED,
+    choose_combinations,
+    combinations,
+    held_out,
+    meetings,
+    name_of,
+    others,
+)
 from layouts.comparison import compare, write_text
 from layouts.experts import PlainExperts, RoutingError
 from layouts.table import Reference, Row, compare_load, compare_steps
@@ -23,8 +31,8 @@ from pretrain.cli.checks import check
 from pretrain.settings import Settings
 
 NAMES = [
-    "tp2-cp1-dp1 ep1 sp packed", "tp1-cp2-dp1 ep2 fsdp packed",
-    "tp1-cp1-pp2-vpp2-dp1 ep1 recompute packed", "tp1-cp1-dp2 fsdp bf16", "tp2-cp1-dp1 bf16",
+    "tp2-cp1-dp1 ep1 sp packed", "tp1-cp2-dp1 ep2 fsdp recompute packed",
+    "tp1-cp1-pp2-vpp2-dp1 ep1 packed", "tp1-cp1-dp2 fsdp bf16", "tp2-cp1-dp1 bf16",
 ]  # fmt: skip
 
 
@@ -80,12 +88,16 @@ def layout_of(settings: Settings) -> tuple[object, ...]:
 
 def test_checkpoints_are_loaded_on_every_number_of_ranks() -> None:
     every = [one for ranks in (1, 2, 4, 8) for one in combinations(ranks, "text")]
-    for settings in every[::97]:
+    kinds = held_out("text")
+    assert len({name_of(one) for one in kinds} - {name_of(one) for one in every}) == 7
+    for settings in [*every[::97], *kinds]:
         drawn = others(settings, every)
-        assert [one.world_size for one in drawn] == [1, 2, 4, 8]
+        if settings not in kinds:
+            assert [one.world_size for one in drawn] == [1, 2, 4, 8]
+        assert len({one.world_size for one in drawn}) >= 3
         assert settings not in drawn
-        kept = {(one.packed, one.bf16, one.experts, one.num_layers) for one in drawn}
-        assert kept == {(settings.packed, settings.bf16, settings.experts, settings.num_layers)}
+        for name in (*FIXED, "num_layers", "seq_length", "topk", "clip_grad"):
+            assert {getattr(one, name) for one in drawn} == {getattr(settings, name)}
         for one in drawn:
             check(one, one.world_size)
 
@@ -215,7 +227,7 @@ def test_results_are_kept_and_what_is_green_is_not_run_again(
     assert command.main([*options, "tp1-cp1-dp1 bf16", "--resume"]) == 1
     assert ran == ["tp1-cp1-dp1 bf16"]
     assert (
-        "2 of 472 combinations have been run, 1 are green. They were run from later"
+        "2 of 480 combinations have been run, 1 are green. They were run from later"
         in written.read_text()
     )
     page = written.read_text()

@@ -8,44 +8,25 @@ import libcst as cst
 
 from .table import Home
 
-# The group of a call: its position (None: only by keyword), and its names.
-_GROUPS: dict[str, tuple[int | None, tuple[str, ...]]] = {
-    "get_data_parallel_group_if_dtensor": (1, ("data_parallel_group",)),
-    "GlobalSymmetricMemoryBuffer": (1, ("process_group",)),
-    "check_param_hashes_across_dp_replicas": (None, ("dp_group",)),
-    "drain_embedding_wgrad_compute": (4, ("tp_group",)),
-    "get_batch_on_this_cp_rank": (1, ("cp_group",)),
-    "get_pg_rank": (0, ("group",)),
-    "get_pg_size": (0, ("group",)),
-    "get_pg_src_rank": (0, ("group",)),
-    "get_tensor_model_parallel_group_if_none": (0, ("tp_group",)),
-    "logical_and_across_model_parallel_group": (1, ("mp_group",)),
-    "make_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
-    "make_tp_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
-    "reduce_max_memory_across_pp_group": (1, ("pp_group",)),
-    "reduce_max_stat_across_model_parallel_group": (1, ("mp_group",)),
-    "create_value_head_hook": (None, ("pp_group", "pg_collection")),
-    "Float16Module": (None, ("pp_group", "pg_collection")),
-    "LinearForLastLayer": (None, ("tp_group",)),
-    "make_value_model": (None, ("pp_group", "pg_collection")),
-    "calc_params_l2_norm": (None, ("pg_collection",)),
-    "log_on_each_pipeline_stage": (None, ("tp_group", "dp_cp_group")),
-    "report_l2_norm_grad": (None, ("group",)),
-    "training_log": (None, ("pg_collection",)),
+# The position of a call's group. Other calls accept groups only by keyword.
+GROUP_PLACES = {
+    "drain_embedding_wgrad_compute": 4,
+    "get_batch_on_this_cp_rank": 1,
+    "get_data_parallel_group_if_dtensor": 1,
+    "get_pg_rank": 0,
+    "get_pg_size": 0,
+    "get_pg_src_rank": 0,
+    "get_tensor_model_parallel_group_if_none": 0,
+    "GlobalSymmetricMemoryBuffer": 1,
+    "logical_and_across_model_parallel_group": 1,
+    "reduce_max_memory_across_pp_group": 1,
+    "reduce_max_stat_across_model_parallel_group": 1,
 }
-# The number of positional arguments. The others are keyword-only.
-POSITIONAL = {
-    "calc_params_l2_norm": 4,
-    "check_param_hashes_across_dp_replicas": 2,
-    "create_value_head_hook": 3,
-    "Float16Module": 2,
-    "get_batch_on_this_cp_rank": 2,
-    "LinearForLastLayer": 5,
-    "make_value_model": 2,
-    "report_l2_norm_grad": 1,
-    "report_throughput": 5,
-    "training_log": 14,
-}
+# Their calls without a group or a mesh need no note.
+_WITHOUT_NOTE = (
+    *("contains_submesh", "get_mesh_names", "FSDPDistributedIndex"),
+    *("get_batch_on_this_tp_rank", "log_single_rank", "MegatronModule"),
+)
 # Names that stay with Megatron in a tree that imports its checkpoints or its data parallelism: the
 # entries of their sharded state dicts are mcore's, until the tree converts them.
 CHECKPOINT_NAMES = (
@@ -56,34 +37,6 @@ CHECKPOINT_NAMES = (
     "make_tp_sharded_tensor_for_checkpoint",
     "unwrap_model",
 )
-_ENTRIES = (
-    "the entry is mcore's: for dist_checkpointing of Megatron, convert the state dict with "
-    "mcore.modules.to_megatron_sharded_state_dict"
-)
-_CONTROLLER = (
-    "the controller answers on loopback and changes with POST only. "
-    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it"
-)
-# Differences of every call.
-_ALWAYS = {
-    "freeze_moe_router": "freezes the routers of all layers, also of multi-token prediction and "
-    "hybrid stacks, and warns if there is none",
-    "make_sharded_tensor_for_checkpoint": _ENTRIES,
-    "make_tp_sharded_tensor_for_checkpoint": _ENTRIES,
-    "local_multi_tensor_applier": "a flag that it hands on is an integer tensor with one "
-    "element (a float one is refused) or None",
-    "local_multi_tensor_l2_norm": "is more exact, so clipped gradients and losses differ in the "
-    "last bit, and sets the flag for a norm that is not finite. The flag is an integer tensor with "
-    "one element (a float one is refused) or None",
-    "local_multi_tensor_scale": "multiplies in float32, so clipped gradients and losses differ in "
-    "the last bit, and sets the flag for sources that are not finite. The flag is an integer "
-    "tensor with one element (a float one is refused) or None",
-    "StragglerDetector": _CONTROLLER,
-    "__straggler__": _CONTROLLER,
-    "trace_async_exceptions": "an error in a thread's event loop ends the process by SIGTERM; "
-    "on_error= chooses otherwise",
-    "WrappedTensor": "can't be copied or pickled",
-}
 _VERSION_CHECKS = {f"is_{one}_min_version" for one in ("torch", "te", "fa", "mamba")}
 
 
@@ -95,15 +48,15 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
         call: The call.
         is_statement: Whether nothing uses its result.
     """
-    if home.name in _ALWAYS:
-        yield _ALWAYS[home.name]
+    if home.difference:
+        yield home.difference
     unpacked = any(argument.star for argument in call.args)
     positional = [one for one in call.args if not one.star and one.keyword is None]
     by_name = {one.keyword.value: one.value for one in call.args if one.keyword is not None}
-    most = POSITIONAL.get(home.name)
-    if most is not None and len(positional) > most:
-        yield f"accepts {most} positional arguments: name the others"
-    if home.absent_group and not unpacked and _has_no_group(home.name, positional, by_name):
+    if home.positional is not None and len(positional) > home.positional:
+        yield f"accepts {home.positional} positional arguments: name the others"
+    is_noted = home.absent_group and home.name not in _WITHOUT_NOTE and not unpacked
+    if is_noted and _has_no_group(home.name, positional, by_name):
         yield f"no group is given, which now means: {home.absent_group}"
     if home.name == "FSDPDistributedIndex" and len(positional) > 5:
         yield "releases since 0.17 have another order from the sixth position on: name them"
@@ -123,12 +76,15 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
 def _has_no_group(
     name: str, positional: list[cst.Arg], by_name: dict[str, cst.BaseExpression]
 ) -> bool:
-    place, names = _GROUPS.get(name, (None, ()))
-    if not names:
-        return False
-    if place is not None and len(positional) > place:
+    place = GROUP_PLACES.get(name, len(positional))
+    if len(positional) > place:
         return _is_word(positional[place].value, "None")
-    return all(one not in by_name or _is_word(by_name[one], "None") for one in names)
+    return all(_is_word(one, "None") for name, one in by_name.items() if is_group(name))
+
+
+def is_group(argument: str) -> bool:
+    """Whether an argument is a process group, or a collection of groups, by its name."""
+    return argument.endswith("group") or argument == "pg_collection"
 
 
 def _is_word(expression: cst.BaseExpression | None, word: str) -> bool:

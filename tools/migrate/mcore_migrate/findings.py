@@ -20,13 +20,12 @@ from libcst.metadata import (
 )
 
 from .differences import differences
-from .imports import absolute, aliases_of, has_comments, module_of
+from .imports import Import, absolute, aliases_of, has_comments, module_of
 from .table import Home, Table
 
 _PATCHING = ("patch", "setattr", "delattr")
 _BY_TEXT = ("import_module", "__import__")
 _DOTTED = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
-Import = cst.Import | cst.ImportFrom
 
 
 @dataclass(frozen=True)

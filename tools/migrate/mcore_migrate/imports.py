@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import libcst as cst
 from libcst import matchers
 from libcst.helpers import get_full_name_for_node
+
+Import = cst.Import | cst.ImportFrom
 
 
 def module_of(node: cst.ImportFrom, package: str) -> str | None:
@@ -26,7 +28,7 @@ def absolute(path: str, package: str) -> str | None:
     return ".".join([*kept, *([name] if name else [])]) if kept else None
 
 
-def split(node: cst.ImportFrom, homes: Mapping[str, str]) -> list[cst.ImportFrom]:
+def split(node: Import, homes: Mapping[str, str]) -> list[Import]:
     """Statements that import the same names, with names in ``homes`` from their new modules."""
     aliases = node.names
     if isinstance(aliases, cst.ImportStar):
@@ -36,7 +38,7 @@ def split(node: cst.ImportFrom, homes: Mapping[str, str]) -> list[cst.ImportFrom
     for module in sorted(set(modules), key=lambda one: one or ""):  # names that stay come first
         chosen = [alias for alias, home in zip(aliases, modules, strict=True) if home == module]
         part = node if len(chosen) == len(aliases) else _keep_names(node, chosen)
-        if module is not None:
+        if module is not None and isinstance(part, cst.ImportFrom):
             blank = cst.SimpleWhitespace(" ") if part.relative else part.whitespace_after_from
             part = part.with_changes(
                 module=cst.parse_expression(module), relative=(), whitespace_after_from=blank
@@ -51,33 +53,26 @@ def alias_import(module: str, alias: str) -> cst.Import:
     return cst.Import([cst.ImportAlias(name=name, asname=cst.AsName(name=cst.Name(alias)))])
 
 
-def without(node: cst.Import, unused: Sequence[cst.ImportAlias]) -> cst.Import | None:
-    """A plain import without some of its modules, or None if none is left."""
-    kept = [alias for alias in node.names if alias not in unused]
-    if not kept:
-        return None
-    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return node.with_changes(names=kept)
-
-
-def without_names(node: cst.ImportFrom, unused: Sequence[cst.ImportAlias]) -> cst.ImportFrom | None:
-    """A ``from`` import without some of its names, or None if none is left."""
+def without(node: Import, unused: Collection[cst.ImportAlias]) -> Import | None:
+    """An import without some of its names, or None if none is left."""
+    if not unused:
+        return node
     kept = [alias for alias in aliases_of(node) if alias not in unused]
     return _keep_names(node, kept) if kept else None
 
 
-def _keep_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
+def _keep_names(node: Import, chosen: Sequence[cst.ImportAlias]) -> Import:
     """The statement with only some of its names. The list ends as before."""
     (*_, end), (*names, last) = aliases_of(node), chosen
     return node.with_changes(names=[*names, last.with_changes(comma=end.comma)])
 
 
-def has_comments(node: cst.Import | cst.ImportFrom) -> bool:
+def has_comments(node: Import) -> bool:
     """Whether there are comments between the names of an import."""
     return bool(matchers.findall(node, matchers.Comment()))
 
 
-def aliases_of(node: cst.Import | cst.ImportFrom) -> Iterator[cst.ImportAlias]:
+def aliases_of(node: Import) -> Iterator[cst.ImportAlias]:
     """The names of an import, none for ``*``."""
     if not isinstance(node.names, cst.ImportStar):
         yield from node.names

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from .findings import Findings, Import, Note
-from .imports import alias_import, split, without, without_names
+from .findings import Findings, Note
+from .imports import Import, alias_import, split, without
 from .table import Table
 
 _BLANKS = b" \t\f\r\n"
@@ -136,15 +136,12 @@ class _Rewriter(cst.CSTTransformer):
         self, before: cst.BaseSmallStatement, after: cst.BaseSmallStatement
     ) -> Iterator[cst.BaseSmallStatement]:
         found = self._found
-        kept: list[cst.BaseSmallStatement] = [after]
-        if isinstance(before, cst.ImportFrom):
-            unused = found.unused.get(before, [])
-            rest = without_names(before, unused) if unused else before
-            kept = [] if rest is None else [*split(rest, found.moves.get(before, {}))]
-        elif isinstance(before, cst.Import) and before in found.unused:
-            left = without(before, found.unused[before])
-            kept = [] if left is None else [left]
-        yield from kept
+        if isinstance(before, Import):
+            rest = without(before, found.unused.get(before, ()))
+            moves = found.moves.get(before, {}) if isinstance(before, cst.ImportFrom) else {}
+            yield from split(rest, moves) if rest else ()
+        else:
+            yield after
         for module in sorted(found.added.get(before, ())):  # type: ignore[call-overload]
             yield alias_import(module, found.alias_of(module))
 

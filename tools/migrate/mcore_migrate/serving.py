@@ -177,7 +177,7 @@ class Serving:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as the other finders do, with a loader that patches them."""
+    """Finds modules as the other finders do, and has their loaders patch them at the end."""
 
     def __init__(self, names: Collection[str], patch: Callable[[ModuleType], None]) -> None:
         self._names, self._patch = names, patch
@@ -189,26 +189,15 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self._patch)
+            loader: Any = spec and spec.loader
+            if loader:
+                loader.exec_module = functools.partial(self._execute, loader.exec_module)
                 return spec
         return None
 
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: Any, patch: Callable[[ModuleType], None]) -> None:
-        self._inner, self._patch = inner, patch
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._inner.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
         self._patch(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def _compare_order(theirs: Any, ours: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 _ROW = re.compile(
     r"^\| `(\w+)` \| `([^|]+)` \| `([\w.]+)` \| ([^|]*) \|(?: ([^|]*)\|)?", re.MULTILINE
 )
+_CHECK = re.compile(r"^\| (`[^|]+`) \| (?:(\d+) )?\| ([^|]*)\|$", re.MULTILINE)
 # The page names the module in Megatron-LM. The package on the index has another name.
 _ALSO = {"megatron.core.distributed.fsdp.src.megatron_fsdp": "megatron_fsdp"}
 
@@ -24,12 +25,16 @@ class Home:
         module: The module that it is imported from, such as ``mcore.tensor``.
         releases: The releases of Megatron that have the name with the same arguments.
         absent_group: The meaning of a call without a group, in words. Often empty.
+        positional: The number of positional arguments if the others are keyword-only.
+        difference: The difference of every call, in words. Often empty.
     """
 
     name: str
     module: str
     releases: str
     absent_group: str
+    positional: int | None = None
+    difference: str = ""
 
     @property
     def package(self) -> str:
@@ -44,8 +49,13 @@ class Table:
         self.homes: dict[str, Home] = {}
         # Names that stay with Megatron although a package has them.
         self.held: frozenset[str] = frozenset()
+        checks = {
+            name: (int(positional) if positional else None, difference.strip())
+            for names, positional, difference in _CHECK.findall(page)
+            for name in re.findall(r"\w+", names)
+        }
         for name, modules, new, releases, absent_group in _ROW.findall(page):
-            home = Home(name, new, releases, absent_group.strip())
+            home = Home(name, new, releases, absent_group.strip(), *checks.get(name, ()))
             for old in modules.split("`, `"):
                 self.homes.setdefault(f"{old}.{name}", home)
         for path, home in list(self.homes.items()):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mcore_migrate.__main__ import main
-from mcore_migrate.differences import _GROUPS, POSITIONAL
+from mcore_migrate.differences import _WITHOUT_NOTE, GROUP_PLACES, is_group
 from mcore_migrate.files import Result, read, written
 from mcore_migrate.rewrite import rewrite
 from mcore_migrate.scan import scan
@@ -28,181 +28,26 @@ from monorepo.isolation.venv import build
 TABLE = read_table()
 HERE = Path(__file__).parents[1]
 
-# Each before, and what a person would write.
+# A source, what a person would make of it if it changes, notes, and names that stay.
 CASES = {
-    "under another name": (
-        "from megatron.core.utils import divide as d  # why\n",
-        "from mcore.tensor import divide as d  # why\n",
-    ),
-    "what stays comes first": (
-        "from megatron.core.utils import divide, other, get_pg_size\n",
-        "from megatron.core.utils import other\n"
-        "from mcore.parallel import get_pg_size\n"
-        "from mcore.tensor import divide\n",
-    ),
-    "in parentheses": (
-        "from megatron.core.utils import (\n    divide,\n    other,\n    WrappedTensor\n)\n",
-        "from megatron.core.utils import (\n    other\n)\n"
-        "from mcore.tensor import (\n    divide,\n    WrappedTensor\n)\n",
-    ),
-    "comments among names that move together": (
-        "from megatron.core.utils import (\n    divide,  # a\n    # b\n    WrappedTensor\n)\n",
-        "from mcore.tensor import (\n    divide,  # a\n    # b\n    WrappedTensor\n)\n",
-    ),
-    "comments for linters": (
-        "from megatron.core.utils import divide, get_pg_size  # noqa: F401\n",
-        "from mcore.parallel import get_pg_size  # noqa: F401\n"
-        "from mcore.tensor import divide  # noqa: F401\n",
-    ),
-    "other spellings of a module": (
-        "from megatron_fsdp.utils import FSDPDistributedIndex\n"
-        "from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_mesh_names\n",
-        "from mcore.parallel import FSDPDistributedIndex\n"
-        "from mcore.parallel import get_mesh_names\n",
-    ),
-    "for type checkers": (
-        "if TYPE_CHECKING:\n\tfrom megatron.core.utils import (WrappedTensor,\n\t\tother)\n",
-        "if TYPE_CHECKING:\n\tfrom megatron.core.utils import (other)\n"
-        "\tfrom mcore.tensor import (WrappedTensor)\n",
-    ),
-    "several on a line": (
-        "if x: from megatron.core.utils import divide, other; y = 1\n",
-        "if x: from megatron.core.utils import other; from mcore.tensor import divide; y = 1\n",
-    ),
-    "a module": (
-        "import megatron.core.utils as u\nu.divide(4, 2)\nu.divide.__name__\n",
-        "import mcore.tensor as mcore_tensor\nmcore_tensor.divide(4, 2)\n"
-        "mcore_tensor.divide.__name__\n",
-    ),
-    "a module that is still needed": (
-        "import os, megatron.core.utils as u\nu.divide(4, 2)\nu.other\n",
-        "import os, megatron.core.utils as u\nimport mcore.tensor as mcore_tensor\n"
-        "mcore_tensor.divide(4, 2)\nu.other\n",
-    ),
-    "a module by its whole path": (
-        "import megatron.core.utils\nimport megatron.core.other\nmegatron.core.utils.divide(4, 2)\n"
-        "megatron.core.other.f()\n",
-        "import mcore.tensor as mcore_tensor\nimport megatron.core.other\n"
-        "mcore_tensor.divide(4, 2)\nmegatron.core.other.f()\n",
-    ),
-    "a module from its package, twice": (
-        "from megatron.core import utils, models\nfrom megatron import core\nutils.divide\n"
-        "core.utils.divide\nmodels.x\n",
-        "from megatron.core import models\nimport mcore.tensor as mcore_tensor\n"
-        "mcore_tensor.divide\nmcore_tensor.divide\nmodels.x\n",
-    ),
-    "a name that is taken": (
-        "import megatron.core.utils as u\nmcore_tensor = u.divide(4, 2)\n",
-        "import mcore.tensor as mcore_tensor_\nmcore_tensor = mcore_tensor_.divide(4, 2)\n",
-    ),
-    "in a function": (
-        "def f():\n    import megatron.core.utils as u\n    return u.divide(4, 2)\n",
-        "def f():\n    import mcore.tensor as mcore_tensor\n    return mcore_tensor.divide(4, 2)\n",
-    ),
-    "patches": (
-        "@mock.patch('megatron.core.utils.divide', None)\n"
-        "@mock.patch(new=1, target='megatron.core.utils.divide')\n"
-        '@patch.object(x, "megatron.core.utils.divide")\n'
-        "def f(monkeypatch):\n"
-        '    monkeypatch.setattr("megatron.core.utils.GlobalMemoryBuffer.get", 1)\n',
-        "@mock.patch('mcore.tensor.divide', None)\n"
-        "@mock.patch(new=1, target='mcore.tensor.divide')\n"
-        '@patch.object(x, "megatron.core.utils.divide")\n'
-        'def f(monkeypatch):\n    monkeypatch.setattr("mcore.tensor.GlobalMemoryBuffer.get", 1)\n',
-    ),
-    "a module that is an attribute of a class": (
-        "class A:\n    from megatron.core import utils\n    x = utils.divide(4, 2)\n"
-        "A.utils.divide\n",
-        "class A:\n    from megatron.core import utils\n    import mcore.tensor as mcore_tensor\n"
-        "    x = mcore_tensor.divide(4, 2)\nA.utils.divide\n",
-    ),
-    "a module that is re-exported under its own name": (
-        "from megatron.core import utils as utils\nutils.divide\n",
-        "from megatron.core import utils as utils\nimport mcore.tensor as mcore_tensor\n"
-        "mcore_tensor.divide\n",
-    ),
-    "a comment behind an import that is needed no more": (
-        "from megatron.core import utils  # a\nimport megatron.core.utils as u  # b\n"
-        "utils.divide, u.divide\n",
-        "import mcore.tensor as mcore_tensor  # a\nimport mcore.tensor as mcore_tensor  # b\n"
-        "mcore_tensor.divide, mcore_tensor.divide\n",
-    ),
-}
-LEFT = {
-    "a parameter of that name": "import megatron.core.utils as u\ndef f(u):\n    return u.divide\n",
-    "relative": "from .utils import divide\nfrom megatron.core.utils import other\n",
-    "comments among names": "from megatron.core.utils import (\n    divide,  # a\n    other\n)\n",
-    "a text": "x = 'megatron.core.utils.divide'\nmock.patch('my.megatron.core.utils.divide')\n",
-    "an unknown module": "from megatron.core.models import divide\nimport megatron.core.utils\n",
-}
-IMPORT = "import megatron.core.utils as u\n"
-REBOUND = {
-    "captured": "match x:\n    case {'k': u}: u.divide(4, 2)\n",
-    "captured from a sequence": "match x:\n    case [_, *u]: u.divide(4, 2)\n",
-    "captured from a mapping": "match x:\n    case {'k': 1, **u}: u.divide(4, 2)\n",
-    "bound by a walrus": "[u := y for y in x]\nu.divide(4, 2)\n",
-    "bound by an error": "try: f()\nexcept E as u: u.divide(4, 2)\n",
+    name: dict(part.split("\n", 1) for part in f"before\n{body.strip()}\n".split("--- "))
+    for name, _, body in (
+        case.partition("\n")
+        for case in Path(__file__).with_name("cases.txt").read_text().split("=== ")[1:]
+    )
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rewritten_source_is_what_a_person_would_write(case: str) -> None:
-    before, after = CASES[case]
-    assert rewrite(before.encode(), TABLE).source.decode() == after
+    before = CASES[case]["before"]
+    after = CASES[case].get("becomes", before)
+    done, look = rewrite(before.encode(), TABLE), scan(before.encode(), TABLE, "")
+    assert done.source.decode() == after
+    notes = [f"{n.line}: {n.name}: {'left: ' * n.is_left}{n.text}" for n in done.notes]
+    assert notes == CASES[case].get("notes", "").splitlines()
+    assert sorted(done.stays | look.stays) == CASES[case].get("stays", "").splitlines()
     assert rewrite(after.encode(), TABLE).source.decode() == after
-
-
-@pytest.mark.parametrize("case", LEFT)
-def test_what_has_not_moved_is_left(case: str) -> None:
-    assert rewrite(LEFT[case].encode(), TABLE).source.decode() == LEFT[case]
-
-
-@pytest.mark.parametrize("case", REBOUND)
-def test_a_name_that_may_be_something_else_is_left_and_told(case: str) -> None:
-    source = IMPORT + REBOUND[case]
-    done = rewrite(source.encode(), TABLE)
-    assert done.source.decode() == source
-    line = source[: source.index("u.divide(")].count("\n") + 1
-    assert [(one.line, one.name, one.is_left) for one in done.notes] == [(line, "divide", True)]
-
-
-def test_a_module_that_a_function_binds_globally_is_left_and_told() -> None:
-    source = f"def f():\n    global u\n    {IMPORT}\ndef g():\n    return u.divide(4, 2)\n"
-    done = rewrite(source.encode(), TABLE)
-    assert done.source.decode() == source
-    assert [(one.line, one.name, one.is_left) for one in done.notes] == [(6, "divide", True)]
-
-
-def test_what_replaces_a_name_of_the_old_module_is_told() -> None:
-    source = (
-        "from megatron.core import utils\nmonkeypatch.setattr(utils, 'divide', f)\n"
-        "with patch.object(utils, 'get_pg_size'): pass\nmonkeypatch.setattr(utils, 'other', f)\n"
-        "utils.divide = f\ndel utils.divide\n"
-    )
-    notes = [(one.line, one.name, one.is_left) for one in rewrite(source.encode(), TABLE).notes]
-    assert notes == [
-        (2, "divide", True),
-        (3, "get_pg_size", True),
-        (5, "divide", False),
-        (6, "divide", False),
-    ]
-
-
-def test_calls_that_always_differ_are_told() -> None:
-    source = (
-        "from megatron.core.utils import __straggler__ as s, local_multi_tensor_applier as apply\n"
-        "from megatron.core.utils import unwrap_model, make_sharded_tensor_for_checkpoint as make\n"
-        "from megatron_fsdp.utils import FSDPDistributedIndex as Index\n"
-        "from megatron.core.utils import local_multi_tensor_scale\n"
-        "s.configure(2, 0)\napply(scale, flag, [a, b], 2.0)\ns.report()\n"
-        "unwrap_model(model)\nunwrap_model(model, (A, B))\nmake(t, 'k', tp_group=g)\n"
-        "Index(m, 's', 'o', 't', h, True)\nIndex(m, 's', 'o', 't', h)\n"
-        "local_multi_tensor_scale(1, f, [a, b], 2.0)\n"
-    )
-    notes = rewrite(source.encode(), TABLE).notes
-    assert [one.line for one in notes] == [5, 6, 8, 10, 11, 13]
-    assert "to_megatron_sharded_state_dict" in notes[3].text
-    assert "differ in the last bit" in notes[5].text
 
 
 def test_lines_are_those_of_the_file_as_it_is_left(
@@ -233,52 +78,6 @@ def test_everything_else_keeps_every_byte(newline: bytes, mark: bytes, ends: boo
     assert rewrite(before, TABLE).source == after
 
 
-def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
-    source = (
-        "from megatron.core.utils import *\n"
-        "from megatron.core.utils import get_pg_size as size, is_torch_min_version, divide\n"
-        "from megatron.core.utils import get_batch_on_this_cp_rank, StragglerDetector\n"
-        "from megatron.bridge.training.utils.train_utils import training_log\n"
-        "size()\nsize(None)\nsize(group)\nsize(**given)\n"
-        "is_torch_min_version('2.1', check_equality=False)\nis_torch_min_version('2.1')\n"
-        "get_batch_on_this_cp_rank(b, cp_group=g)\nb = get_batch_on_this_cp_rank(b, g)\n"
-        "training_log(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, pg_collection=x)\n"
-        "StragglerDetector()\ndivide(4, 2)\n"
-        "try:\n    import megatron.core.utils as v\nexcept ImportError:\n    v = Fake()\n"
-        "v.divide(4, 2)\nfor v in (v.divide, v.divide): pass\n"
-        "patch('megatron.core.utils.' 'divide')\npatch(f'megatron.core.utils.divide{1}')\n"
-        "patch.multiple('megatron.core.utils', divide=1)\npatch('megatron.core.utils.divide')\n"
-        "import megatron.core.utils as w\ndef f(x: list['w.WrappedTensor']) -> 'w': ...\n"
-    )
-    notes = [(note.line, note.name, note.is_left) for note in rewrite(source.encode(), TABLE).notes]
-    assert notes == [
-        (1, "megatron.core.utils.*", True),
-        (5, "get_pg_size", False),
-        (6, "get_pg_size", False),
-        (9, "is_torch_min_version", False),
-        (11, "get_batch_on_this_cp_rank", False),
-        (12, "get_batch_on_this_cp_rank", False),
-        (13, "training_log", False),
-        (14, "StragglerDetector", False),
-        (20, "divide", True),
-        (21, "divide", True),
-        (22, "megatron.core.utils.divide", True),
-        (23, "megatron.core.utils.divide", True),
-        (24, "megatron.core.utils", True),
-        (25, "divide", False),
-        (27, "WrappedTensor", True),
-    ]
-
-
-def test_what_no_package_has_is_named() -> None:
-    source = (
-        "from megatron.core.utils import other, divide\nfrom megatron.core import utils, models\n"
-        "utils.more()\nutils.divide(4, 2)\n"
-    )
-    found = rewrite(source.encode(), TABLE).stays | scan(source.encode(), TABLE, "").stays
-    assert found == {"megatron.core.utils.other", "megatron.core.utils.more"}
-
-
 def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
     for path, home in TABLE.homes.items():
         source = f"from {path.rpartition('.')[0]} import {home.name}\n"
@@ -291,7 +90,8 @@ def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
 def test_every_row_of_the_page_names_the_public_place() -> None:
     """Rows that the table would not read, rows that are there twice, and private detours."""
     page = (HERE.parent / "docs/migration.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    moved, _, checks = page.partition("## Calls to check")
+    rows = [line for line in moved.splitlines() if line.startswith("| `")]
     found = [
         re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \| [\w., -]+ \|", row)
         for row in rows
@@ -304,19 +104,26 @@ def test_every_row_of_the_page_names_the_public_place() -> None:
         is_public = name in importlib.import_module(package).__all__
         assert (module == package) if is_public else name.startswith("_"), name
     assert {match[1] for match in found if match} == {home.name for home in TABLE.homes.values()}
+    checked = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in checks.splitlines()[5:]]
+    assert {name for names in checked for name in names} == {
+        home.name for home in TABLE.homes.values() if home.positional is not None or home.difference
+    }
 
 
 def test_what_is_said_about_arguments_holds_for_the_packages() -> None:
     homes = {home.name: home for home in TABLE.homes.values()}
-    for name, most in POSITIONAL.items():
-        kinds = [one.kind for one in parameters(homes[name]).values()]
-        assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == most, name
+    for name, home in homes.items():
+        if home.positional is None:
+            continue
+        kinds = [one.kind for one in parameters(home).values()]
+        assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == home.positional, name
         assert set(kinds) & {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}, name
-    for name, (place, groups) in _GROUPS.items():
-        there = list(parameters(homes[name]))
-        assert homes[name].absent_group
-        assert place is None or there[place] in groups, name
-        assert place is not None or "kwargs" in there or "options" in there or groups[0] in there
+    for name in {one.name for one in homes.values() if one.absent_group} - {*_WITHOUT_NOTE}:
+        there = parameters(homes[name])
+        groups = [one for one in there.values() if is_group(one.name)]
+        places = [[*there].index(g.name) for g in groups if g.kind is g.POSITIONAL_OR_KEYWORD]
+        assert places == ([GROUP_PLACES[name]] if name in GROUP_PLACES else []), name
+        assert groups or "kwargs" in there or "options" in there, name
 
 
 def parameters(home: object) -> dict[str, inspect.Parameter]:
@@ -490,7 +297,8 @@ def test_many_files_are_rewritten_by_several_processes(
 
 
 def test_the_wheel_has_the_page_and_runs_by_itself(tmp_path: Path, tree: Path) -> None:
-    wheel = build(HERE, "wheel", tmp_path / "wheel")
+    build(HERE, tmp_path / "wheel", "--wheel")
+    [wheel] = (tmp_path / "wheel").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Command line: ``python -m monorepo.isolation [PACKAGE ...] [--lowest]``.
+"""Command line: ``python -m monorepo.isolation [PACKAGE ...] [--lowest] | --together ...``.
 
 Builds the packages, installs each alone into a clean environment and runs its tests there, outside
-the repository.
+the repository. With ``--together`` it installs all into one and runs the main job's tests.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from monorepo.hatch_settings import read_torch_pin
-from monorepo.isolation.run import IsolationRun, collect_needed
+from monorepo.isolation.run import IsolationRun, collect_needed, run_together
 from monorepo.isolation.venv import IsolationError, build_wheels
-from monorepo.workspace import REPOSITORY, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, WorkspaceError, load_workspace, read_torch_pin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", metavar="VERSION", help="default: the version in hatch.toml")
     parser.add_argument(
         "--python", default=sys.executable, help="path or version; default: this interpreter"
+    )
+    parser.add_argument(
+        "--together",
+        nargs=argparse.REMAINDER,
+        metavar="PYTEST-ARGUMENT",
+        help="test all packages in one environment, with these arguments for pytest",
     )
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -47,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scratch.chmod(0o755)  # some tests continue as another user
         try:
             wheels = build_wheels(collect_needed(workspace, targets), scratch / "wheels")
+            if options.together is not None:
+                tested = (workspace, wheels, scratch, options.python, options.together)
+                return int(run_together(*tested) != 0)
         except IsolationError as error:
             print(error, file=sys.stderr)
             return 1

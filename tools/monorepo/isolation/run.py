@@ -1,4 +1,4 @@
-"""Install one package alone and run its tests, with siblings as they are or as they were."""
+"""Install one package alone, or all together, check its contents and run tests there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,37 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from monorepo.git_tags import ReleaseTag, export_tree, release_tags
-from monorepo.isolation.checks import TORCH, check_contents, check_siblings
 from monorepo.isolation.venv import CleanVenv, IsolationError, build_wheels, make_venv
 from monorepo.ranges import format_requirement, sibling_requirements
-from monorepo.workspace import TEST_TOOLS, Distribution, Workspace, load_workspace
+from monorepo.workspace import (
+    TEST_TOOLS,
+    Distribution,
+    Workspace,
+    list_dev_dependencies,
+    load_workspace,
+)
 
-_IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
+# Tests may have hidden files, such as the metadata of a checkpoint.
+_IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*_cache", ".hypothesis")
+_INTEGRATION = "tests-integration"
+TORCH = "torch"
+_IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+name, distribution, *absent = sys.argv[1:]
+package = importlib.import_module(name)
+for module in pkgutil.walk_packages(package.__path__, name + "."):
+    if not module.name.endswith(".__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if f'pip install "{distribution}[' not in str(error):  # the message names its extra
+                raise
+for other in absent:
+    if importlib.util.find_spec(other) is not None:
+        raise SystemExit(f"{other} can be imported, which {name} does not declare")
+if not package.__file__.startswith(sys.prefix):
+    raise SystemExit(f"{name} is imported from {package.__file__}, outside {sys.prefix}")
+"""
 
 
 @dataclass(frozen=True)
@@ -48,25 +73,21 @@ class IsolationRun:
         start_s = time.monotonic()
         folder = self.scratch / target.name
         venv = make_venv(folder / "venv", self.python, self.list_constraints(target))
-        wheel = f"{target.name} @ {self.wheels[target.name].as_uri()}"
         direct = list_direct_requirements(target)
         if self.lowest:
-            venv.install_lowest(wheel, [str(one) for one in direct if one.name != TORCH])
-        else:
-            venv.install(wheel)
+            venv = venv.pin_lowest(str(one) for one in direct if one.name != TORCH)
+        venv.install(f"{target.name} @ {self.wheels[target.name].as_uri()}")
         check_contents(self.workspace, target, venv)
-        installed = venv.installed()
-        names = [canonicalize_name(one.name) for one in direct]
         # The tests' requirements must not raise the versions under test.
-        pins = [f"{name}=={installed[name]}" for name in names if name in installed]
-        venv.install(*map(str, target.test_dependencies), *pins)
+        venv.install(*map(str, target.test_dependencies), *pin_installed(venv, direct))
         # Once more: a requirement of the tests could bring a sibling.
         check_siblings(self.workspace, target, venv.installed())
+        versions = ", ".join(pin_installed(venv, direct))
         tests_start_s = time.monotonic()
         run_tests(self.workspace, target, venv, folder / "outside")
         return (
             f"works alone: installed in {tests_start_s - start_s:.1f} s, tests "
-            f"{time.monotonic() - tests_start_s:.1f} s ({', '.join(pins)})"
+            f"{time.monotonic() - tests_start_s:.1f} s ({versions})"
         )
 
     def list_constraints(self, target: Distribution) -> Iterator[str]:
@@ -75,6 +96,13 @@ class IsolationRun:
         yield from map(str, target.lowest_constraints if self.lowest else ())
         for name, wheel in self.wheels.items():
             yield f"{name} @ {wheel.as_uri()}"
+
+
+def pin_installed(venv: CleanVenv, requirements: Iterable[Requirement]) -> list[str]:
+    """The installed ones of some requirements, pinned to their versions."""
+    installed = venv.installed()
+    names = [canonicalize_name(one.name) for one in requirements]
+    return [f"{name}=={installed[name]}" for name in names if name in installed]
 
 
 def list_direct_requirements(target: Distribution) -> list[Requirement]:
@@ -108,6 +136,31 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
             f"skipped because a module is missing, which the group test of {target.name} has to "
             "name:\n" + "\n".join(gaps)
         )
+
+
+def run_together(
+    workspace: Workspace, wheels: Mapping[str, Path], scratch: Path, python: str, chosen: list[str]
+) -> int:
+    """Install all packages into one environment and run the main job's tests there.
+
+    Every module is imported first. ``chosen`` has further arguments for pytest. Returns its status.
+    """
+    located = [f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items()]
+    venv = make_venv(scratch / "venv", python, located)
+    # Runs of a second leave MLflow too little time to compile its modules next to them.
+    venv.install("--compile-bytecode", *located, *list_dev_dependencies(workspace.root))
+    for package in workspace.distributions.values():
+        check_imports(package, venv)
+    print(f"{', '.join(workspace.names)} import from one environment", flush=True)
+    outside = scratch / "outside"
+    without_tests = shutil.ignore_patterns("tests", "__pycache__", ".*")
+    shutil.copytree(workspace.root / "tools", outside / "tools", ignore=without_tests)
+    shutil.copy(workspace.root / "pyproject.toml", outside)
+    (outside / _INTEGRATION).mkdir()
+    # These tests need the installed packages and the tools, not the packages' sources.
+    for file in (workspace.root / _INTEGRATION).glob("*pretrain_*.py"):
+        shutil.copy(file, outside / _INTEGRATION)
+    return venv.run_tests(outside, _INTEGRATION, *chosen)
 
 
 def collect_needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:
@@ -162,3 +215,44 @@ def build_floor_wheels(
         export_tree(workspace.root, tag.name, tree, folder)
         wheels |= build_wheels([load_workspace(tree)[sibling]], scratch / "tagged")
     return wheels
+
+
+def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
+    """Check that an installation without extras has exactly the declared contents."""
+    check_siblings(workspace, target, venv.installed())
+    expected = {target.name, *workspace.closure(target.name)}
+    others = [workspace[name] for name in workspace.names if name not in expected]
+    check_imports(target, venv, [other.module for other in others])
+
+
+def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
+    """Import every module of a distribution from its installation. ``absent`` must not be found.
+
+    A module may refuse if its message names the extra to install.
+    """
+    try:
+        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
+    except IsolationError as error:
+        raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
+
+
+def check_siblings(
+    workspace: Workspace, target: Distribution, installed: Mapping[str, str]
+) -> None:
+    """Compare the installed packages with the declared ones, both ways."""
+    expected = {target.name, *workspace.closure(target.name)}
+    siblings = {*installed}.intersection(workspace.names)
+    if siblings != expected:
+        raise IsolationError(
+            f"the installation of {target.name} brought {sorted(siblings - {target.name})}, but "
+            f"its dependencies lead to {sorted(expected - {target.name})}"
+        )
+    # Requirements are transitive, so each sibling may be the package that needs torch.
+    needs_torch = any(
+        one.name == TORCH for name in expected for one in workspace[name].dependencies
+    )
+    if (TORCH in installed) != needs_torch:
+        raise IsolationError(
+            f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "
+            f"{'missing' if needs_torch else 'installed'}"
+        )

@@ -4,113 +4,96 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
 from monorepo.changelog import CHANGELOG, find_section
 from monorepo.git_tags import GitError
-from monorepo.hatch_settings import read_torch_pin
 from monorepo.isolation.run import check_floors
 from monorepo.isolation.venv import IsolationError
 from monorepo.release.prepare import REMOTE, ReleaseError, plan_release, push, unpushed, write
 from monorepo.release.rehearse import rehearse
 from monorepo.release.verify import show, verify_archives, verify_release
-from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace, read_torch_pin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one step of a release. Returns 1 if it is refused, 2 if the repository is unreadable."""
     options = _make_parser().parse_args(arguments)
     try:
-        status: int = options.run(load_workspace(options.root), options)
+        for line in options.run(load_workspace(options.root), options):
+            print(line, flush=True)
     except (ReleaseError, IsolationError) as error:
         print(error, file=sys.stderr)
         return 1
     except (GitError, WorkspaceError) as error:
         print(error, file=sys.stderr)
         return 2
-    return status
-
-
-def _show(workspace: Workspace, options: argparse.Namespace) -> int:
-    for name in workspace.choose(options.packages):
-        _print_lines(show(workspace, name))
     return 0
 
 
-def _prepare(workspace: Workspace, options: argparse.Namespace) -> int:
+def _show(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
+    for name in workspace.choose(options.packages):
+        yield from show(workspace, name)
+
+
+def _prepare(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
     plan = plan_release(workspace, options.package, options.step, date.today())
     package, root = plan.tag.package, workspace.root
-    _print_lines(plan.notes)
-    _print_lines(f"writes {path.relative_to(root)}" for path in sorted(plan.contents))
-    _print_lines(f"deletes {path.relative_to(root)}" for path in plan.deleted)
-    _print_lines(
-        f"then: hatch run test packages/{name}" for name in workspace.dependants([package])
-    )
-    print(f"then, once merged: hatch run release push --apply {package}")
-    if not options.apply:
-        print("Nothing was written; add --apply to write it.")
-        return 0
-    write(workspace, plan)
-    print("Written. To undo it: git restore packages && git clean -fd packages")
-    return 0
+    yield from plan.notes
+    yield from (f"writes {path.relative_to(root)}" for path in sorted(plan.contents))
+    yield from (f"deletes {path.relative_to(root)}" for path in plan.deleted)
+    for name in workspace.dependants([package]):
+        yield f"then: hatch run test packages/{name}"
+    yield f"then, once merged: hatch run release push --apply {package}"
+    if options.apply:
+        write(workspace, plan)
+        yield "Written. To undo it: git restore packages && git clean -fd packages"
+    else:
+        yield "Nothing was written; add --apply to write it."
 
 
-def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
+def _verify(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
     package = workspace[options.package]
     found = verify_release(workspace, package.name, tag=options.tag)
-    _print_lines(found.notes)
+    yield from found.notes
     refused = [*found.refused, *verify_archives(package, options.archives)]
     if refused:
-        print("\n".join(refused), file=sys.stderr)
-        return 1
+        raise ReleaseError("\n".join(refused))
     verdict = "may be published" if options.tag else "is in order"
-    print(f"{package.name} {package.version} {verdict}")
-    return 0
+    yield f"{package.name} {package.version} {verdict}"
 
 
-def _push(workspace: Workspace, options: argparse.Namespace) -> int:
+def _push(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
     for tag in unpushed(workspace, options.packages):
-        if not options.apply:
-            print(f"git tag {tag.name}; git push {REMOTE} {tag.name}")
-            continue
-        push(workspace, tag)
-        start = f"gh workflow run release.yml --ref main -f release={tag.name} -f dry-run=false"
-        print(f"{tag.name} is pushed. To publish it: {start}", flush=True)
+        if options.apply:
+            push(workspace, tag)
+            start = f"gh workflow run release.yml --ref main -f release={tag.name} -f dry-run=false"
+            yield f"{tag.name} is pushed. To publish it: {start}"
+        else:
+            yield f"git tag {tag.name}; git push {REMOTE} {tag.name}"
     if not options.apply:
-        print("Nothing was pushed; add --apply to push each tag alone.")
-    return 0
+        yield "Nothing was pushed; add --apply to push each tag alone."
 
 
-def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
+def _floors(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
     torch = read_torch_pin(workspace.root)
-    return _print_lines(
-        check_floors(workspace, options.package, python=sys.executable, torch=torch)
-    )
+    return check_floors(workspace, options.package, python=sys.executable, torch=torch)
 
 
-def _rehearse(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = read_torch_pin(workspace.root)
-    return _print_lines(rehearse(workspace, python=sys.executable, torch=torch))
+def _rehearse(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
+    return rehearse(workspace, python=sys.executable, torch=read_torch_pin(workspace.root))
 
 
-def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
+def _notes(workspace: Workspace, options: argparse.Namespace) -> Iterator[str]:
     package = workspace[options.package]
-    text = (package.folder / CHANGELOG).read_text(encoding="utf-8")
-    section = find_section(text, package.version)
+    section = find_section((package.folder / CHANGELOG).read_text("utf-8"), package.version)
     if not section:
         raise ReleaseError(
             f"{CHANGELOG} of {package.name} has nothing under '## {package.version} (YYYY-MM-DD)'"
         )
-    print(section)
-    return 0
-
-
-def _print_lines(lines: Iterable[str]) -> int:
-    for line in lines:
-        print(line, flush=True)
-    return 0
+    yield section
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -122,7 +105,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
 
     def command(
-        run: Callable[..., int], text: str, *parents: argparse.ArgumentParser
+        run: Callable[..., Iterator[str]], text: str, *parents: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
         made = commands.add_parser(run.__name__[1:], help=text, description=text, parents=parents)
         made.set_defaults(run=run)

@@ -13,30 +13,11 @@ from hatchling.version.scheme.standard import StandardScheme
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from monorepo.changelog import (
-    CHANGELOG,
-    FOLDER,
-    ChangelogError,
-    announces_a_break,
-    find_section,
-    fold,
-    list_fragments,
-)
+from monorepo import changelog, ranges
+from monorepo.changelog import CHANGELOG, FOLDER
 from monorepo.git_tags import ReleaseTag, commit_exists, git, last_tag
-from monorepo.ranges import (
-    format_requirement,
-    make_range,
-    sibling_requirements,
-    widen_range,
-    write_requirement,
-)
-from monorepo.release.verify import (
-    compare_with_last_release,
-    list_breaks,
-    list_refusals,
-    verify_release,
-)
-from monorepo.suites import raise_floor
+from monorepo.release import verify
+from monorepo.settings import raise_floor
 from monorepo.workspace import PACKAGES_FOLDER, VERSION_LINE, Distribution, Workspace
 
 REMOTE = "origin"
@@ -68,27 +49,26 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
     package = workspace[name]
     last = last_tag(workspace.root, package.name, workspace.names)
     version = _raise_version(package, step, last)
-    outcome = compare_with_last_release(workspace, package.name, version)
-    breaks = list_breaks(outcome)
-    if refusals := list_refusals(outcome, dependants=False):
+    outcome = verify.compare_with_last_release(workspace, package.name, version)
+    breaks = verify.list_breaks(outcome)
+    if refusals := verify.list_refusals(outcome, dependants=False):
         raise ReleaseError(f"{package.name} {version}: " + "; ".join(refusals))
-    fragments = list_fragments(package)
+    fragments = changelog.list_fragments(package)
     try:
-        changelog = fold(package, version, day)
-    except ChangelogError as error:
+        folded = changelog.fold(package, version, day)
+    except changelog.ChangelogError as error:
         raise ReleaseError(f"{package.name}: {error}") from error
-    if breaks and not announces_a_break(find_section(changelog, version) or ""):
+    if breaks and not changelog.announces_a_break(changelog.find_section(folded, version) or ""):
         raise ReleaseError(
             f"{package.name}: {breaks[0]} breaks users, and the changelog has nothing under "
             f"Changed or Removed; add {FOLDER}/SLUG.changed.md or {FOLDER}/SLUG.removed.md"
         )
-    pyproject = package.folder / "pyproject.toml"
     contents = {
-        package.folder / CHANGELOG: changelog,
+        package.folder / CHANGELOG: folded,
         package.version_file: VERSION_LINE.sub(
             rf"\g<1>{version}", package.version_file.read_text(encoding="utf-8")
         ),
-        pyproject: raise_floor(workspace.root, pyproject),
+        package.folder / "pyproject.toml": raise_floor(package),
     }
     notes = [
         f"{package.name} {package.version} -> {version}",
@@ -96,7 +76,7 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
     ]
     broken_since = last.version if breaks and last is not None else None
     for dependant in workspace.distributions.values():
-        for requirement, sibling in sibling_requirements(dependant, workspace):
+        for requirement, sibling in ranges.sibling_requirements(dependant, workspace):
             if sibling.name == package.name:
                 notes.append(_move_range(dependant, requirement, version, broken_since, contents))
     return Plan(
@@ -139,13 +119,13 @@ def _move_range(
     Without a break the cap moves above the new version. With a break the floor moves as well,
     since no code works on both sides of it.
     """
-    before = format_requirement(requirement)
+    before = ranges.format_requirement(requirement)
     fits = requirement.specifier.contains(version, prereleases=True)
     both = broken_since is not None and requirement.specifier.contains(broken_since, True)
     if fits and not both:
         return f"{dependant.name} accepts it with {before}"
-    moved = None if both else widen_range(requirement, version)
-    now = write_requirement(requirement, moved or make_range(version))
+    moved = None if both else ranges.widen_range(requirement, version)
+    now = ranges.write_requirement(requirement, moved or ranges.make_range(version))
     file = dependant.folder / "pyproject.toml"
     text = contents.get(file, file.read_text(encoding="utf-8"))
     contents[file] = _replace_requirement(file, text, requirement, now)
@@ -161,7 +141,7 @@ def _replace_requirement(file: Path, text: str, old: Requirement, new: str) -> s
         with suppress(ValueError):
             if Requirement(literal) == old:
                 return text.replace(literal, new)
-    raise ReleaseError(f"{file} does not contain {format_requirement(old)} on one line")
+    raise ReleaseError(f"{file} does not contain {ranges.format_requirement(old)} on one line")
 
 
 def write(workspace: Workspace, plan: Plan) -> None:
@@ -190,7 +170,7 @@ def unpushed(workspace: Workspace, names: Sequence[str]) -> list[ReleaseTag]:
 def push(workspace: Workspace, tag: ReleaseTag) -> None:
     """Verify a release, set its tag and push it alone: the next one is verified after it."""
     _refuse_open_work(workspace)
-    refused = verify_release(workspace, tag.package, tag=tag.name).refused
+    refused = verify.verify_release(workspace, tag.package, tag=tag.name).refused
     if refused:
         raise ReleaseError("\n".join(refused))
     # The tag may exist already if an earlier push of it failed.

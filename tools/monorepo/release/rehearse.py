@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-import socketserver
 import subprocess
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from packaging.version import Version
 
-from monorepo.isolation.checks import check_siblings
-from monorepo.isolation.venv import (
-    CleanVenv,
-    IsolationError,
-    build,
-    clean_environment,
-    make_venv,
-)
+from monorepo.isolation.run import check_siblings
+from monorepo.isolation.venv import CleanVenv, IsolationError, build, clean_environment, make_venv
 from monorepo.ranges import next_breaking
-from monorepo.release.archives import archive_problems, build_archives, run_tool
-from monorepo.workspace import Distribution, Workspace, load_workspace
+from monorepo.release.verify import archive_problems, run_tool
+from monorepo.workspace import Distribution, Workspace
 
 # Only the owners of an index account know their public e-mail address.
 _PYROMA = ("pyroma", "--min", "10", "--skip-tests", "AuthorEmail")
@@ -43,51 +33,35 @@ def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
         scratch = Path(folder).resolve()
         served = scratch / "served"
         packages = list(workspace.distributions.values())
-        _map_in_threads(lambda one: build_archives(one, served), packages)
-        _map_in_threads(lambda one: _check_archives(served, one), packages)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: _publish(one, served), packages))
         yield f"{len(packages)} wheels and sdists pass twine, check-wheel-contents and pyroma"
-        with _serve_index(served) as address:
-            # uv would use archives of the same version from its cache.
-            fresh = (f"--refresh-package={each}" for each in workspace.names)
-            made = make_venv(scratch / "user", python, [f"torch=={torch}"])
-            venv = replace(made, options=(f"--index={address}", *fresh))
-            yield from (_install_alone(workspace, one, venv) for one in packages)
-            yield from _upgrade_alone(workspace, scratch, venv)
+        # uv would use archives of the same version from its cache.
+        fresh = (f"--refresh-package={each}" for each in workspace.names)
+        made = make_venv(scratch / "user", python, [f"torch=={torch}"])
+        index = f"--index={(served / 'simple').as_uri()}"
+        venv = replace(made, options=(*made.options, index, *fresh))
+        yield from (_install_alone(workspace, one, venv) for one in packages)
+        yield from _upgrade_alone(workspace, scratch, venv)
 
 
-def _map_in_threads(step: Callable[[Distribution], None], packages: Iterable[Distribution]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(step, packages))
-
-
-def _check_archives(served: Path, package: Distribution) -> None:
+def _publish(package: Distribution, served: Path) -> None:
+    """Build and check the archives of a package, and add them to a local index."""
+    build(package.folder, served)
     sdist = served / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
     problems = [*archive_problems(package, served), *run_tool(*_PYROMA, sdist)]
     if problems:
         raise IsolationError("\n".join(problems))
+    _list_archives(served, package)
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
-
-
-@contextmanager
-def _serve_index(folder: Path) -> Iterator[str]:
-    """Serve a folder of archives on this machine, on a free port."""
-    import pypiserver
-
-    app = pypiserver.app(roots=[folder], disable_fallback=True, backend_arg="simple-dir")
-    with make_server("127.0.0.1", 0, app, _Server, _Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/simple/"
-        finally:
-            server.shutdown()
+def _list_archives(served: Path, package: Distribution) -> None:
+    """Write the page of a package in a local index, with a link to each of its archives."""
+    page = served / "simple" / package.name / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    archives = sorted(served.glob(f"{package.name.replace('-', '_')}-*"))
+    links = (f'<a href="{file.as_uri()}">{file.name}</a>\n' for file in archives)
+    page.write_text("".join(links), encoding="utf-8")
 
 
 def _install_alone(workspace: Workspace, package: Distribution, venv: CleanVenv) -> str:
@@ -157,5 +131,5 @@ def _serve_again(
     file = copy / package.version_file.relative_to(package.folder)
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(str(package.version), str(version)), encoding="utf-8")
-    copied = load_workspace(root)[package.name]
-    shutil.copy(build(copied.folder, "wheel", root / "built"), scratch / "served")
+    build(copy, scratch / "served", "--wheel")
+    _list_archives(scratch / "served", package)

@@ -1,7 +1,10 @@
-"""Checks before a package is published."""
+"""Checks of the sources and the archives of a package before it is published."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -11,28 +14,13 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from api_check.findings import Weight
+from api_check.compare import Weight
 from api_check.outcome import COULD_NOT_CHECK, PASSED, Outcome, check_package
-from monorepo.changelog import (
-    CHANGELOG,
-    FOLDER,
-    ChangelogError,
-    announces_a_break,
-    find_section,
-    list_fragments,
-    render_section,
-)
-from monorepo.git_tags import (
-    changed_files,
-    commit_exists,
-    is_in,
-    last_tag,
-    parse_tag,
-    published_branch,
-    release_tags,
-)
+from monorepo import changelog, git_tags
+from monorepo.changelog import CHANGELOG, FOLDER
+from monorepo.git_tags import commit_exists, is_in, last_tag, release_tags
+from monorepo.isolation.venv import build
 from monorepo.ranges import find_misfits, format_requirement, sibling_requirements
-from monorepo.release.archives import archive_problems, build_archives
 from monorepo.workspace import Distribution, Workspace, read_toml
 
 
@@ -72,7 +60,7 @@ def _check_tag(workspace: Workspace, package: Distribution, text: str) -> Iterat
     """Check that a tag fits the package, at HEAD, on the released branch."""
     root = workspace.root
     try:
-        tag = parse_tag(text, workspace.names)
+        tag = git_tags.parse_tag(text, workspace.names)
     except ValueError as error:
         yield str(error)
         return
@@ -80,7 +68,7 @@ def _check_tag(workspace: Workspace, package: Distribution, text: str) -> Iterat
         yield f"{tag.name} is a tag of {tag.package}, not of {package.name}"
     elif tag.version != package.version:
         yield f"{tag.name} is tagged, but {package.version_file.name} has {package.version}"
-    main = published_branch(root)
+    main = git_tags.published_branch(root)
     if main is None:
         yield "there is no branch main to look for the tag in: git fetch origin main"
     elif not is_in(root, "HEAD", main):
@@ -113,25 +101,25 @@ def _check_version(workspace: Workspace, package: Distribution, tag: str | None)
 
 def _check_changelog(workspace: Workspace, package: Distribution) -> Iterator[str]:
     text = (package.folder / CHANGELOG).read_text(encoding="utf-8")
-    section = find_section(text, package.version) or ""
-    if list_fragments(package):
+    section = changelog.find_section(text, package.version) or ""
+    if changelog.list_fragments(package):
         try:
             # Only the kinds of entries matter here, not the day.
-            section += render_section(package, package.version, date.min)
-        except ChangelogError as error:
+            section += changelog.render_section(package, package.version, date.min)
+        except changelog.ChangelogError as error:
             yield f"{package.name}: {error}"
     elif not section:
         yield f"{CHANGELOG} of {package.name} has no '## {package.version} (YYYY-MM-DD)'"
     outcome = compare_with_last_release(workspace, package.name, package.version)
     yield from list_refusals(outcome)
     breaks = list_breaks(outcome)
-    if breaks and not announces_a_break(section):
+    if breaks and not changelog.announces_a_break(section):
         yield f"{breaks[0]}, and {CHANGELOG} has nothing under Changed or Removed"
 
 
 def _list_open_ends(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Steps left before a tag: fragments, siblings without a release, placeholder links."""
-    if left := list_fragments(package):
+    if left := changelog.list_fragments(package):
         yield f"{package.name} still has {FOLDER}/{left[0].name}: run release prepare"
     for requirement, sibling in sibling_requirements(package, workspace):
         released = release_tags(workspace.root, sibling.name, workspace.names)
@@ -149,8 +137,45 @@ def verify_archives(package: Distribution, archives: Path | None) -> list[str]:
     if archives is not None:
         return list(archive_problems(package, archives))
     with TemporaryDirectory(prefix="release-") as folder:
-        build_archives(package, Path(folder))
+        build(package.folder, Path(folder))
         return list(archive_problems(package, Path(folder)))
+
+
+def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
+    """Faults of the sdist and the wheel of a package in a folder, a line each."""
+    stem = f"{package.name.replace('-', '_')}-"
+    wheel = folder / f"{stem}{package.version}-py3-none-any.whl"
+    sdist = folder / f"{stem}{package.version}.tar.gz"
+    found = sorted(folder.glob(f"{stem}*"))
+    if found != [wheel, sdist]:
+        names = [file.name for file in found]
+        yield f"{folder} has {names}, and has to have {wheel.name} and {sdist.name}"
+        return
+    yield from run_tool("twine", "check", "--strict", wheel, sdist)
+    yield from run_tool("check_wheel_contents", "--no-config", "--src-dir", package.source, wheel)
+    yield from _check_wheel(package, wheel)
+
+
+def run_tool(tool: str, *arguments: object) -> Iterator[str]:
+    """Run a Python tool. Yields its output if it fails."""
+    command = [sys.executable, "-m", tool, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        yield f"{tool}: {' '.join((done.stdout + done.stderr).split())}"
+
+
+def _check_wheel(package: Distribution, file: Path) -> Iterator[str]:
+    """Yield missing files of a wheel, and files of other packages."""
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+    info = f"{file.name.removesuffix('-py3-none-any.whl')}.dist-info"
+    folder = f"{package.module.replace('.', '/')}/"
+    for wanted in (f"{folder}py.typed", f"{info}/licenses/LICENSE"):
+        if wanted not in names:
+            yield f"{file.name} lacks {wanted}"
+    for other in names:
+        if not other.startswith((folder, f"{info}/")):
+            yield f"{file.name} has {other}, which is not part of {package.module}"
 
 
 def compare_with_last_release(workspace: Workspace, package: str, version: Version) -> Outcome:
@@ -186,7 +211,7 @@ def show(workspace: Workspace, name: str) -> Iterator[str]:
         count = f"{len(changed)} shipped files changed" if changed else "nothing shipped changed"
         yield f"{head}{count} since {tag.name}"
         yield from (f"  {file}" for file in changed)
-    for file in list_fragments(package):
+    for file in changelog.list_fragments(package):
         yield f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
 
 
@@ -194,4 +219,4 @@ def shipped_changes(workspace: Workspace, package: Distribution, since: str) -> 
     """Files of the archives that differ from a tag, relative to the repository."""
     folder = package.folder.relative_to(workspace.root).as_posix()
     shipped = [f"{folder}/{part}" for part in ("src", "pyproject.toml")]
-    return changed_files(workspace.root, since, shipped)
+    return git_tags.changed_files(workspace.root, since, shipped)

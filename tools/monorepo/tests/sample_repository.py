@@ -99,6 +99,12 @@ class SampleRepository:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
 
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Replace the first occurrence of a text in a file, which has to contain it."""
+        text = self.read(path)
+        assert old in text, f"{old!r} is not in {path}"
+        self.write({path: text.replace(old, new, 1)})
+
     def read(self, path: str) -> str:
         """The text of a file."""
         return (self.root / path).read_text(encoding="utf-8")
@@ -122,18 +128,15 @@ class SampleRepository:
 
     def git(self, *arguments: str) -> str:
         """Run git here, and return what it prints."""
-        identity = {
-            f"GIT_{role}_{part}": value
-            for role in ("AUTHOR", "COMMITTER")
-            for part, value in (("NAME", "Test"), ("EMAIL", "test@example.com"))
-        }
         # No settings of the machine or of its user, such as signed commits or hooks.
         settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+        # Maintenance would run in the background, while tests copy the repository.
+        quiet = ["-c", "maintenance.auto=false", "-c", "gc.auto=0"]
+        identity = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
         return subprocess.run(
-            # Maintenance would go on in the background, beside who copies the repository.
-            ["git", "-c", "maintenance.auto=false", "-c", "gc.auto=0", *arguments],
+            ["git", *quiet, *identity, *arguments],
             cwd=self.root,
-            env={**os.environ, **identity, **settings},
+            env={**os.environ, **settings},
             check=True,
             capture_output=True,
             text=True,

@@ -46,9 +46,7 @@ def test_a_fragment_that_cannot_be_folded_fails(
     assert line.endswith(said)
 
 
-def test_changed_sources_need_a_new_fragment_of_their_package(
-    repository: SampleRepository,
-) -> None:
+def test_changed_sources_need_a_new_fragment_of_their_package(repository: SampleRepository) -> None:
     repository.write({f"{FRAGMENTS}/old.added.md": "Before.\n"})
     base = repository.commit()
     repository.set_code("mcore-tensor", "x = 2\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.dependencies import Moment, check_package, find_imports, find_providers
+from monorepo.dependencies import check_package, find_imports, find_providers
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -23,11 +23,6 @@ def repository(tmp_path: Path) -> SampleRepository:
 def find(repository: SampleRepository, package: str) -> list[str]:
     workspace = load_workspace(repository.root)
     return list(check_package(workspace, workspace[package]))
-
-
-def declare(repository: SampleRepository, text: str) -> None:
-    file = "packages/mcore-top/pyproject.toml"
-    repository.write({file: repository.read(file) + text})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +75,8 @@ def test_siblings_are_declared_and_imported(
 def test_library_of_an_extra_is_imported_late(
     repository: SampleRepository, code: str, allowed: bool | None
 ) -> None:
-    declare(repository, '\n[project.optional-dependencies]\nfast = ["numpy>=2"]\n')
+    extra = '[project.optional-dependencies]\nfast = ["numpy>=2"]\n\n[dependency-groups]'
+    repository.replace("packages/mcore-top/pyproject.toml", "[dependency-groups]", extra)
     repository.set_code("mcore-top", "import mcore.middle\n" + code)
     problems = find(repository, "mcore-top")
     assert len(problems) == (not allowed)
@@ -90,18 +86,11 @@ def test_library_of_an_extra_is_imported_late(
     )
 
 
-def test_module_that_no_index_has_is_declared_by_name(repository: SampleRepository) -> None:
-    declare(repository, '\n[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\n')
-    (problem,) = find(repository, "mcore-top")
-    assert problem.endswith("own-kernels is declared by not-on-an-index, but nothing imports it")
-    repository.set_code("mcore-top", "import mcore.middle\ndef late():\n    import own_kernels\n")
-    assert find(repository, "mcore-top") == []
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("annotationlib.Format", []),
+        ("fused_weight_gradient_mlp_cuda", []),
         ("mcore.tensor.buffers", []),
         ("mcore.versioning", [{"mcore-versioning"}]),
         ("torch.utils.tensorboard.SummaryWriter", [{"torch"}, {"tensorboard"}]),
@@ -151,15 +140,12 @@ later = lambda: __import__("u")
 """
 
 
-def test_every_kind_of_import_is_found_with_its_moment(tmp_path: Path) -> None:
+def test_every_kind_of_import_is_found(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/module.py").write_text(_SOURCE)
     standard = ("importlib", "typing", "typing.TYPE_CHECKING")
     found = [one for one in find_imports(tmp_path) if one.name not in standard]
-    names = {moment: {one.name for one in found if one.moment is moment} for moment in Moment}
-    assert names == {
-        Moment.LOADING: {"a.b", "c", "e.f.g", "e.f.h", "k", "n", "default", "s"},
-        Moment.TYPING: {"i", "j", "l.m"},
-        Moment.CALLING: {"q", "o.p", "r", "t", "u"},
-    }
+    early = {"a.b", "c", "e.f.g", "e.f.h", "k", "n", "default", "s"}
+    assert {one.name for one in found if not one.late} == early
+    assert {one.name for one in found if one.late} == {*"ijqrtu", "l.m", "o.p"}
     assert next(one.line for one in found if one.name == "q") == 22

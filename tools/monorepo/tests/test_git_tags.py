@@ -3,19 +3,10 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from monorepo.git_tags import (
-    last_tag,
-    parse_tag,
-    release_tags,
-)
+from monorepo.git_tags import last_tag, parse_tag, release_tags
 from monorepo.tests.sample_repository import SampleRepository
 
 PACKAGES = ("mcore-tensor", "mcore-tensor-extra")
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> SampleRepository:
-    return SampleRepository(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +31,8 @@ def test_a_tag_is_a_package_and_a_version(text: str, package: str, version: str 
     assert tag.name == text.removeprefix("refs/tags/")
 
 
-def test_the_highest_tag_of_a_package_is_found_by_version(repository: SampleRepository) -> None:
+def test_the_highest_tag_of_a_package_is_found_by_version(tmp_path: Path) -> None:
+    repository = SampleRepository(tmp_path)
     repository.commit(*(f"mcore-tensor-v0.{minor}.0" for minor in (2, 9, 10)), "mcore-tensor-vx")
     repository.commit("mcore-tensor-extra-v5.0.0", "other-v1.0.0")
     tags = release_tags(repository.root, "mcore-tensor", PACKAGES)

@@ -32,10 +32,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleReposit
     made.add_package("mcore-upper", needs=("mcore-base>=0.1,<0.2",), code="import mcore.base\n")
     for name in ("base", "upper"):
         folder = f"packages/mcore-{name}"
-        text = made.read(f"{folder}/pyproject.toml").replace("dependencies", METADATA, 1)
+        made.replace(f"{folder}/pyproject.toml", "dependencies", METADATA)
         readme = README.format(code=f"import mcore.{name}\nprint(7)", output="7")
         long = "A page about the purpose of the package. " * 5
-        made.write({f"{folder}/pyproject.toml": text, f"{folder}/README.md": readme + long})
+        made.write({f"{folder}/README.md": readme + long})
     (tmp_path / "empty-index").mkdir()
     monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty-index").as_uri())
     return made
@@ -47,8 +47,7 @@ def _steps(repository: SampleRepository) -> Iterator[str]:
 
 
 def test_a_missing_cap_is_found_when_users_upgrade(repository: SampleRepository) -> None:
-    file = "packages/mcore-upper/pyproject.toml"
-    repository.write({file: repository.read(file).replace("base>=0.1,<0.2", "base>=0.1")})
+    repository.replace("packages/mcore-upper/pyproject.toml", "base>=0.1,<0.2", "base>=0.1")
     before, said = repository.files(), []
     with pytest.raises(
         IsolationError, match=r"mcore-base 0\.1\.0 upgrades to 0\.2\.0 and not to 0\.1\.1"
@@ -64,8 +63,7 @@ def test_a_missing_cap_is_found_when_users_upgrade(repository: SampleRepository)
 
 def test_a_page_that_an_index_shows_badly_is_refused(repository: SampleRepository) -> None:
     shutil.rmtree(repository.root / "packages/mcore-upper")
-    file = "packages/mcore-base/pyproject.toml"
-    repository.write({file: repository.read(file).replace('keywords = ["a"]\n', "")})
+    repository.replace("packages/mcore-base/pyproject.toml", 'keywords = ["a"]\n', "")
     with pytest.raises(IsolationError, match=r"pyroma: .*keywords"):
         list(_steps(repository))
 

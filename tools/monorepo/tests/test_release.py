@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from monorepo.isolation.venv import build
 from monorepo.release.__main__ import main
 from monorepo.release.prepare import Plan, ReleaseError, plan_release
-from monorepo.release.verify import verify_release
+from monorepo.release.verify import verify_archives, verify_release
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -94,9 +95,7 @@ def test_a_break_raises_the_floor_of_the_dependants(released: SampleRepository) 
     assert '"mcore-versioning>=0.2,<0.3"' in text
 
 
-def test_a_break_needs_a_minor_bump_and_a_word_in_the_changelog(
-    released: SampleRepository,
-) -> None:
+def test_a_break_needs_a_minor_bump_and_a_word_in_the_changelog(released: SampleRepository) -> None:
     _changed(released, "def f(): ...\n", "fixed")
     with pytest.raises(ReleaseError, match="PARAMETER_REMOVED"):
         _plan(released, "patch")
@@ -211,8 +210,7 @@ def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(
 ) -> None:
     released.add_package("mcore-late", needs=("mcore-never>=0.1,<0.2",))
     released.add_package("mcore-never")
-    file = "packages/mcore-late/pyproject.toml"
-    released.write({file: released.read(file).replace("github.com/sample", "mcore.example")})
+    released.replace("packages/mcore-late/pyproject.toml", "github.com/sample", "mcore.example")
     released.write({"packages/mcore-late/changelog.d/late.fixed.md": "Late.\n"})
     released.commit()
     left = [
@@ -269,3 +267,40 @@ def test_verify_refuses_ranges_and_breaks(released: SampleRepository) -> None:
     released.set_version("mcore-versioning", "0.1.1")
     refused = _refused(released, "mcore-versioning")
     assert any(one.startswith("PARAMETER_REMOVED mcore.versioning.f") for one in refused)
+
+
+def test_missing_and_foreign_files_of_archives_are_refused(
+    released: SampleRepository,
+) -> None:
+    wheel = "[tool.hatch.build.targets.wheel]\n"
+    released.replace(f"{TENSOR}/pyproject.toml", wheel, f'{wheel}exclude = ["l.py"]\n')
+    released.replace(f"{TENSOR}/pyproject.toml", 'readme = "README.md"\n', "")
+    source = f"{TENSOR}/src/mcore"
+    released.write({f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
+    released.write({f"{source}/more/__init__.py": ""})
+    (released.root / source / "tensor/py.typed").unlink()
+    package = load_workspace(released.root)["mcore-tensor"]
+    found = "\n".join(verify_archives(package, None))
+    for expected in (
+        "long_description",
+        "has mcore/__init__.py, which is not part of mcore.tensor",
+        "lacks mcore/tensor/py.typed",
+        "has mcore/more/__init__.py",
+        "W101",
+    ):
+        assert expected in found
+
+
+def test_names_of_archives_have_to_agree_with_the_sources(
+    released: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "dist"
+    build(released.root / TENSOR, folder)
+    command = ("verify", "mcore-tensor", "--tag", "mcore-tensor-v0.1.0", "--archives", str(folder))
+    assert _run(released, *command) == 0
+    assert capsys.readouterr().out == "mcore-tensor 0.1.0 may be published\n"
+    released.set_version("mcore-tensor", "0.1.1")
+    assert _run(released, *command) == 1
+    files = ["mcore_tensor-0.1.0-py3-none-any.whl", "mcore_tensor-0.1.0.tar.gz"]
+    wanted = f"has {files}, and has to have mcore_tensor-0.1.1-py3-none-any.whl and"
+    assert wanted in capsys.readouterr().err

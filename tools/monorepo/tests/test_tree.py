@@ -74,4 +74,4 @@ def test_two_modules_of_one_name(tree: Tree) -> None:
 def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
     text = '"""One.\n\nTwo.\n"""\n\n# no\nx = (\n    1\n)\n\n\n'
     text += 'def f():\n    """Doc."""\n    return "a\\n"\n'
-    assert code_lines(text) == 5
+    assert code_lines(text) == 4

@@ -1,4 +1,4 @@
-"""When ``hatch run test`` uses workers: not for one file or test, nor against the options."""
+"""When ``hatch run test`` uses workers, and how it names failed tests."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def test_sharing(number, shared):
 
 
 def run(
-    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *, workers: int
-) -> str:
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *, workers: int,
+    code: int = 0,
+) -> str:  # fmt: skip
     """Run pytest in a folder with the plugin and return what it printed."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tools"))
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(workers))
@@ -53,17 +54,13 @@ def run(
         [sys.executable, "-m", "pytest", "-p", "monorepo.workers", "-q", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ([], "gw0"),
-        (["folder/test_a.py::test_one"], "none"),
-        (["-p", "no:xdist"], "none"),
-    ],
+    [([], "gw0"), (["folder/test_a.py::test_one"], "none"), (["-p", "no:xdist"], "none")],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_workers_start_unless_a_file_is_named(
@@ -86,3 +83,28 @@ def test_groups_and_tests_that_share_a_fixture_stay_on_one_worker(
         return len({file.read_text() for file in tmp_path.glob(pattern)})
 
     assert workers("grouped-*") == workers("sharing-test_a-*") == workers("sharing-test_b-*") == 1
+
+
+FAILING = """
+import pytest
+
+def test_fails():
+    assert False
+
+def test_fails_too():
+    assert False
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["test_a.py"]], ids=["workers", "alone"])
+def test_failed_tests_are_named_before_the_end_and_in_the_last_lines(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_a.py").write_text(FAILING)
+    lines = run(arguments, tmp_path, monkeypatch, workers=1, code=1).splitlines()
+    first, second = (f"FAILED test_a.py::{name}" for name in ("test_fails", "test_fails_too"))
+    [details] = [at for at, line in enumerate(lines) if "= FAILURES =" in line]
+    assert lines.index(first) < lines.index(second) < details
+    # Warnings of libraries at the end of the process follow.
+    listed = [line.split(" - ")[0] for line in lines[-12:] if line.startswith("FAILED")]
+    assert listed == [first, second]

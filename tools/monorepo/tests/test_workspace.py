@@ -22,13 +22,11 @@ def repository(tmp_path: Path) -> SampleRepository:
 
 
 def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
-    file = "packages/mcore-base/pyproject.toml"
     added = (
         '[project.optional-dependencies]\nfast = ["numba>=0.60"]\n'
-        '[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\n'
         '[dependency-groups]\nlowest = ["numpy<2"]\n'
     )
-    repository.write({file: repository.read(file).replace("[dependency-groups]\n", added)})
+    repository.replace("packages/mcore-base/pyproject.toml", "[dependency-groups]\n", added)
     base = load_workspace(repository.root)["mcore_base"]
     assert (base.name, base.module, base.version) == ("mcore-base", "mcore.base", Version("1.2.0"))
     assert base.dependencies == (Requirement("packaging>=23.2"),)
@@ -38,7 +36,6 @@ def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
     assert base.requirements == (Requirement("packaging>=23.2"), Requirement("numba>=0.60"))
     assert base.test_dependencies == (Requirement("pytest>=8.3"),)
     assert base.lowest_constraints == (Requirement("numpy<2"),)
-    assert base.not_on_an_index == ("own_kernels",)
 
 
 def test_order_closure_and_dependants(repository: SampleRepository) -> None:
@@ -78,7 +75,6 @@ def test_circles_are_refused(repository: SampleRepository) -> None:
 def test_incomplete_file_is_named(
     repository: SampleRepository, old: str, new: str, message: str
 ) -> None:
-    file = "packages/mcore-side/pyproject.toml"
-    repository.write({file: repository.read(file).replace(old, new)})
+    repository.replace("packages/mcore-side/pyproject.toml", old, new)
     with pytest.raises(ValueError, match=message):
         load_workspace(repository.root)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from pretrain.run_folder import LOCK_NAME, open_plain
+from mcore.observe.files import open_plain
+from pretrain.run_folder import LOCK_NAME
 from pretrain.usage import UsageError
 
 # A restarted job waits this long for the previous one: ranks outlive their launcher.
@@ -86,18 +87,20 @@ def _read_claim(folder: Path) -> tuple[str, float] | None:
         return None
 
 
-def is_of_this_launcher(folder: Path) -> bool:
-    """Whether a job has claimed the folder since this rank's launcher started.
+def is_of_this_launcher(folder: Path, name: str = LOCK_NAME) -> bool:
+    """Whether a job has written this file since the launcher started, which restarts this rank.
 
     False on systems without /proc.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
     try:
         ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-        claimed = (folder / LOCK_NAME).stat().st_mtime
+        written = (folder / name).stat().st_mtime
     except (OSError, ValueError):
         return False
-    return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
+    return written > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _describe_owner(owner: bytes) -> str:

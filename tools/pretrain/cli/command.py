@@ -14,6 +14,7 @@ from pretrain.cli.console import open_console
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run, refuse_foreign
 from pretrain.usage import EXIT_USAGE, UsageError
+from pretrain.watch.mlflow_target import choose_target, mask_uri
 
 _URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
         return _start_ranks(argv)
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # each node may see different folders
-            print(f"pretrain: error: {_mask_text(str(error))}", file=sys.stderr, flush=True)
+            print(f"pretrain: error: {mask_uri(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
@@ -91,10 +92,8 @@ def _resume_automatically(given: argparse.Namespace) -> None:
     wanted = vars(given).pop("auto_resume", False)
     if "run_dir" not in given:
         return
-    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
-        counted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        wanted |= counted or is_of_this_launcher(given.run_dir)
-    if not wanted:
+    counted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not (wanted or counted or is_of_this_launcher(given.run_dir)):
         return
     from pretrain.run.checkpoints import has_checkpoint, set_aside
 
@@ -126,8 +125,6 @@ def _check_tracking(request: Request) -> None:
     """Raise UsageError if MLflow's address is invalid."""
     if not request.settings.mlflow:
         return
-    from pretrain.watch.mlflow_target import choose_target
-
     folder = RunFolder(request.resume or request.run_dir or request.runs_dir)
     choose_target(folder, request.mlflow_uri, trusted=request.trust_run)
 
@@ -182,12 +179,3 @@ def _set_damaged_aside(folder: RunFolder, step: int) -> None:
     if skipped:
         line = f"pretrain: warning: continuing from step {step}, skipped {', '.join(skipped)}"
         print(line, file=sys.stderr, flush=True)
-
-
-def _mask_text(text: str) -> str:
-    """The text without passwords: a URI may have been passed to a wrong option."""
-    if "://" not in text:
-        return text
-    from mcore.observe import mask_secrets
-
-    return mask_secrets(text)

@@ -19,12 +19,13 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from mcore.observe.files import replacing
 from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.cli.handshake import LAUNCHER, PRIVATE_FOLDER
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run.loop import DivergedError, RunFolderError, StoppedBySignal
 from pretrain.run.saving import ReplicasDifferError
-from pretrain.run_folder import RunFolder, replacing
+from pretrain.run_folder import RunFolder
 from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE, UsageError
 
 LAST_CALL_S = 2.5

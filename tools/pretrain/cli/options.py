@@ -45,15 +45,8 @@ _GROUPS = {
     "timeout_s": "trackers and monitoring",
 }
 _FIRST = {
-    "data",
-    "num_layers",
-    "hidden_size",
-    "bf16",
-    "tp",
-    "train_iters",
-    "global_batch_size",
-    "lr",
-}
+    "data", "num_layers", "hidden_size", "bf16", "tp", "train_iters", "global_batch_size", "lr",
+}  # fmt: skip
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
   pretrain --pp 2 --vpp 2                    a pipeline of two ranks with two layer chunks each

@@ -22,7 +22,7 @@ from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
 from pretrain.watch.mlflow_run import JobRun
-from pretrain.watch.step_metrics import interval_metrics, step_time, training_flops
+from pretrain.watch.step_metrics import interval_metrics, training_flops
 from pretrain.watch.straggler import StragglerWatch
 from pretrain.watch.summary import Summary, describe_graphs, draw_run
 
@@ -239,7 +239,7 @@ class Loop:
 
     def _log_job_metrics(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Log metrics of this job, and show some on the detector's page."""
-        metrics = step_time(self.finished)
+        metrics = {"step-time": self.finished[-1] - self.finished[-2]}
         self.watch.end_step()
         step = self.progress.step
         if step == self.last_step or _is_due(step, self.settings.log_interval):

@@ -73,10 +73,10 @@ class Saver:
 
 
 def attempt(action: Callable[[], object], name: str) -> None:
-    """Run an optional action. An error of the disk is only a warning."""
+    """Run an optional action. An error of the disk or a missing library is only a warning."""
     try:
         action()
-    except OSError as error:
+    except (OSError, ImportError) as error:
         print(f"pretrain: warning: cannot {name}: {error}", file=sys.stderr, flush=True)
 
 

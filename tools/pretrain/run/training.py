@@ -28,7 +28,7 @@ from pretrain.run.pipeline_steps import PipelineSteps
 from pretrain.run.saving import Saver, write_config
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, SlowRank
+from pretrain.settings import Settings, SlowRank, last_reset
 from pretrain.watch.logs import is_writer, observe_run
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import training_flops
@@ -94,6 +94,8 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
+        if progress.step <= last_reset(resume):  # its count is of the text before
+            settings = dataclasses.replace(settings, reset_data=True)
     if settings.reset_data:
         progress.consumed_train_samples = 0
     taken = progress.step * settings.global_batch_size

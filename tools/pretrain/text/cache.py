@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from pretrain.run_folder import is_own, replacing
+from mcore.observe.files import replacing
+from pretrain.run_folder import is_own
 from pretrain.settings import Settings, read_fact
 from pretrain.text.sources import find_sources, is_jsonl, read_pieces
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer

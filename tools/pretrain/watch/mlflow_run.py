@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore.observe import config_params
+from mcore.observe.files import open_plain, replacing
 from mcore.observe.sinks import (
     MlflowConnection,
     MlflowRun,
@@ -22,7 +23,7 @@ from mcore.observe.sinks import (
     open_mlflow,
     records_of,
 )
-from pretrain.run_folder import RunFolder, replacing
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_target import MlflowTarget, read_facts
 
@@ -172,10 +173,12 @@ def _make_database(folder: RunFolder, client: Any) -> None:
     """Create the store under another name: MLflow never completes a half-created store."""
     target = folder.mlflow_database
     if target.exists():
+        os.close(open_plain(target, os.O_RDWR))
         return
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs each table
     partial = target.with_suffix(".db.partial")
     partial.unlink(missing_ok=True)
+    os.close(open_plain(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     client(f"sqlite:///{partial}").search_experiments(max_results=1)
     partial.replace(target)
 

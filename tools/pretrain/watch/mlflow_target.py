@@ -112,7 +112,7 @@ def read_facts(folder: RunFolder) -> dict[str, Any]:
 
 
 def mask_uri(uri: str) -> str:
-    """The URI without user and password."""
+    """The URI, or the URIs in a text, without user and password."""
     if not set(uri) & set("@="):
         return uri
     from mcore.observe import mask_secrets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,6 @@ _ON_AN_ACCELERATOR = (
     "mem-max-reserved-gigabytes",
 )
 _ON_THE_HOST = ("mem-host-rss-gigabytes", "mem-max-host-rss-gigabytes")
-
-
-def step_time(finished: Sequence[float]) -> dict[str, float]:
-    """Seconds between the ends of the last two steps, including logs."""
-    return {"step-time": finished[-1] - finished[-2]}
 
 
 def interval_metrics(

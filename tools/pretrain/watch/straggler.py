@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import Outlier, StragglerDetector, StragglerReport, nvtx_range
+from mcore.observe.files import open_plain
 from mcore.observe.runs import log_slow_ranks
 from pretrain.run.saving import attempt
-from pretrain.run_folder import RunFolder, open_plain
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
 from pretrain.watch.logs import is_writer
 
@@ -269,7 +270,9 @@ class StragglerWatch:
         self._has_reported = True
         rows = self._gather(*waited)
         if self._all_started:
-            self._report_slow_ranks(report, step, self._sum_waits(rows[:, 1:]))
+            # The waits that may have slowed each rank: its waits and those of its coupled ranks.
+            waits = rows[:, 1:].view(-1, self._coupled, len(SECTIONS)).sum(1)
+            self._report_slow_ranks(report, step, waits.repeat_interleave(self._coupled, 0))
         self._all_started = not rows[:, 0].any()
         columns = {
             "relative-score": report.relative_scores["compute"],
@@ -289,21 +292,12 @@ class StragglerWatch:
         dist.all_reduce(rows)
         return rows.cpu()
 
-    def _sum_waits(self, waited: torch.Tensor) -> list[list[float]]:
-        """The waits that may have slowed each rank: its waits and those of its coupled ranks."""
-        size = self._coupled
-        sums = waited.view(-1, size, len(SECTIONS)).sum(1).repeat_interleave(size, 0)
-        rows: list[list[float]] = sums.tolist()
-        return rows
-
-    def _report_slow_ranks(
-        self, report: StragglerReport, step: int, waited: list[list[float]]
-    ) -> None:
+    def _report_slow_ranks(self, report: StragglerReport, step: int, waited: torch.Tensor) -> None:
         self.reports += 1
         slow = {}
         for one in report.stragglers:
             if one.metric in SECTIONS:
-                waited_ms = waited[one.rank][SECTIONS.index(one.metric)]
+                waited_ms = float(waited[one.rank, SECTIONS.index(one.metric)])
                 times = times_the_fastest(report, one, stages=self._stages, waited_ms=waited_ms)
                 if times >= _WORTH_A_LINE:
                     slow[one.rank, one.metric] = times

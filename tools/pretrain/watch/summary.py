@@ -13,13 +13,14 @@ import torch
 
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
+from mcore.observe.files import replacing
 from mcore.observe.runs import Run, draw_page
 from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run.schedule import describe_schedule
-from pretrain.run_folder import RunFolder, replacing
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.threads import choose_threads
 from pretrain.watch.mlflow_run import JobRun

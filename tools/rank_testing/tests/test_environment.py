@@ -60,9 +60,7 @@ def test_variables_changed_after_the_server_started_are_seen(
     assert run_ranks(variables_everywhere, 1, "PATH") == [[None, "later", "None"]]
 
 
-def test_env_adds_and_removes_variables_for_the_ranks_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_env_adds_and_removes_variables_for_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_TESTING_GONE", "x")
     env = {"RANK_TESTING_EXAMPLE": "mine", "RANK_TESTING_GONE": None}
     result = run_ranks(variables, 1, "RANK_TESTING_EXAMPLE", "RANK_TESTING_GONE", env=env)

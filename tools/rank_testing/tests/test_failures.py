@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rank_testing import RankFailure, launch, run_ranks, watch
+from rank_testing import RankFailure, RankReport, launch, run_ranks, watch
+from rank_testing.report import make_failure
+from rank_testing.tests.living import is_living, wait_until
 
 MARGIN_S = 120.0  # well before the 180 s that ranks have, and enough for a busy machine
 HANG_S = 4.0
@@ -133,10 +135,7 @@ def announce(folder: str) -> None:
 
 def wait_for(folder: str, *ranks: int) -> None:
     """Wait for ranks to arrive, which takes long on a busy machine."""
-    deadline = time.monotonic() + MARGIN_S
-    while not all(Path(folder, str(rank)).exists() for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: all(Path(folder, str(rank)).exists() for rank in ranks), MARGIN_S)
 
 
 @pytest.fixture
@@ -244,19 +243,24 @@ def start_a_program_and_raise(folder: str) -> None:
 
 def test_programs_started_by_a_rank_end_with_it(tmp_path: Path) -> None:
     fail_with(start_a_program_and_raise, 1, str(tmp_path), init=None)
-    status = Path(f"/proc/{(tmp_path / 'program').read_text()}/stat")
-    deadline = time.monotonic() + MARGIN_S
-    while time.monotonic() < deadline:
-        try:
-            if status.read_text().rpartition(")")[2].split()[0] == "Z":
-                return
-        except (FileNotFoundError, ProcessLookupError):  # before the file is open, or read
-            return
-        time.sleep(0.05)
-    pytest.fail("the program still runs")
+    program = int((tmp_path / "program").read_text())
+    assert wait_until(lambda: not is_living(program), MARGIN_S)
 
 
 def test_accelerator_ranks_name_the_lack_of_devices() -> None:
     count = torch.accelerator.device_count()
     failure = fail_with(compare, count + 1, count + 1, init="cuda:nccl", timeout_s=300)
     assert f"needs {count + 1} accelerators, this machine has {count}" in str(failure)
+
+
+def test_the_smallest_place_comes_first_then_the_earliest_then_the_lowest_rank() -> None:
+    ends = [
+        (0, C, 0.1, 3), (1, R, 0.3, 0), (2, D, 0.2, 0), (4, D, 0.2, 0), (3, "hung", 0.1, 1),
+    ]  # fmt: skip
+    reports = [
+        RankReport(rank, kind, "SomeError", f"message {rank}", "", "", elapsed_s, place)
+        for rank, kind, elapsed_s, place in ends
+    ]
+    failure = make_failure(reports, {}, 5, "test_x.py::f")
+    assert [entry.rank for entry in failure.ranks] == [2, 4, 1, 3, 0]
+    assert str(failure).splitlines()[0] == "rank 2 of 5 died: message 2, in test_x.py::f"

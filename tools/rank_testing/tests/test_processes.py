@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import rank_testing
+from rank_testing.tests.living import is_living, wait_until
 
 TOOLS = Path(rank_testing.__file__).parents[1]
 MARGIN_S = 60.0
@@ -91,23 +90,6 @@ def start_pytest(folder: Path) -> "subprocess.Popen[bytes]":
 
 def read_log(folder: Path) -> str:
     return (folder / "log").read_text()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def is_living(pid: int) -> bool:
-    """Whether a process runs, and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:

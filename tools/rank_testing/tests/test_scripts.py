@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import rank_testing
 from rank_testing.scripts import Script, run_script
+from rank_testing.tests.living import is_living, wait_until
 
 TOOLS = Path(rank_testing.__file__).parents[1]
 
@@ -81,7 +81,4 @@ def test_scripts_end_with_the_process_that_started_them() -> None:
         script = int(starter.stdout.readline())
         os.kill(script, 0)
         starter.kill()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{script}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: not is_living(script), 60)

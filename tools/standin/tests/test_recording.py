@@ -72,6 +72,13 @@ def test_waits_of_the_packages_name_their_line(accelerator):
     assert re.match(r"packages/mcore-tensor/src/.*\.py:\d+$", line)
 
 
+def test_waits_of_an_installed_package_name_their_line(accelerator):
+    code = compile("value.item()", "/venv/site-packages/mcore/tensor/made.py", "exec")
+    with recorded() as record:
+        exec(code, {"value": torch.ones((), device=accelerator)})
+    assert [line for _, line in record.waits] == ["packages/mcore/tensor/made.py:1"]
+
+
 def test_launches_and_allocations_have_a_limit(accelerator):
     tensor = torch.ones(4, device=accelerator)
     with launches(at_most=2, allocations=1):

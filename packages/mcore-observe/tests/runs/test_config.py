@@ -1,7 +1,7 @@
 import pytest
 
 from mcore.observe import ConfigContainer, LoggerConfig, ProfilingConfig
-from mcore.observe.runs import config
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.trackers import TRACKERS
 
 NAMED = [spec for spec in TRACKERS if spec.named_by is not None]
@@ -74,7 +74,7 @@ def test_the_container_checks_its_parts():
 
 
 def test_settings_without_effect_are_one_warning_each(caplog):
-    config._warn_no_effect.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         ProfilingConfig(record_shapes=True, nvtx_ranges=True).finalize()
     assert [record.getMessage() for record in caplog.records] == [

@@ -8,11 +8,12 @@ import math
 import re
 import subprocess
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import Outlier
-from mcore.observe.runs.run_page import draw_page, group_of, page_data, thinned
+from mcore.observe.runs.run_page import draw_page, find_spikes, group_of, page_data, thinned
 from mcore.observe.runs.tables import Run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--\u2028&'\""
@@ -90,7 +91,8 @@ def test_data_of_a_run_from_its_files(tmp_path):
     assert run["figures"] == [("lm loss", 1.0, "last; least 1; NaN at 1 of 5 steps")]
     assert data["constants"] == {"batch-size": [8.0]}
     loss, far, odd = data["charts"]
-    assert far["curves"] == [{"run": 0, "x": [6], "y": [None], "nan": 1, "t": [None]}]
+    [curve] = far["curves"]
+    assert (curve["x"], curve["y"], curve["nan"], curve["t"]) == ([6], [None], 1, [None])
     assert (loss["name"], loss["group"], loss["thinned"]) == ("lm loss", "Loss", False)
     [curve] = loss["curves"]
     assert curve["x"] == [1, 2, 3, 4, 5]
@@ -231,6 +233,24 @@ def test_slow_ranks_are_a_strip_by_step_and_a_table_of_when_where_and_how_much(t
     assert (len(strip["ranks"]), len(strip["steps"]), strip["thinned"]) == (128, 240, True)
 
 
+def test_spikes_of_the_gradient_norm_by_hand():
+    calm = [1.0, 1.2] * 10  # the median is 1.1 and the median deviation 0.1
+    wide = [float(value) for value in range(1, 11)]  # 5.5 and 2.5
+    for before, limit in ((calm, 2.2), (wide, 30.5), ([1.0] * 10, 2.0), ([0.0] * 10, 0.0)):
+        for value, count in ((limit - 0.01, 0), (limit, 0), (limit + 0.01, 1)):
+            points = list(enumerate([*before, math.nan, value, math.inf]))
+            assert find_spikes(points) == [(len(before) + 1, value)] * count, (limit, value)
+    assert find_spikes(list(enumerate([1.0] * 9 + [99.0]))) == []  # too few before it
+    assert find_spikes(list(enumerate([9.0] * 60 + [1.0] * 26 + [9.0]))) == [(86, 9.0)]
+    norms = dict.fromkeys(range(1, 5001), 1.0) | dict.fromkeys(range(100, 5000, 500), 9.0)
+    data = page_data([Run("a", {"grad-norm": norms, "loss": norms})])
+    steps = list(range(100, 5000, 500))
+    loss, chart = data["charts"]
+    assert loss["curves"][0]["spikes"] == []
+    assert chart["curves"][0]["spikes"] == steps
+    assert set(steps) <= set(chart["curves"][0]["x"])
+
+
 # What a browser does when it is ready to is done at once.
 AT_ONCE = """
 window.requestAnimationFrame = (work) => work();
@@ -284,6 +304,23 @@ document.body.replaceChildren(JSON.stringify(said));
 """
 
 
+def use_page(runs, hands, tmp_path, chromium):
+    """Return the notes of the hands that use the page in a browser."""
+    text = page_of(runs, tmp_path)
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    page = tmp_path / "hands.html"
+    text = text.replace("<head>", f"<head><script>{AT_ONCE}</script>")
+    page.write_text(text.replace("</body>", f"<script>{hands}</script></body>"), "utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        [chromium, *flags, "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    body = re.search(r"<body[^>]*>(\{.*\})\s*</body>", done.stdout, re.DOTALL)
+    assert body, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(html.unescape(body[1]))
+
+
 def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path, chromium):
     runs = [
         Run(
@@ -296,19 +333,7 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path, chromium)
         )
         for at, name in ((1, "a"), (2, EVIL))
     ]
-    text = page_of(runs, tmp_path)
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    page = tmp_path / "hands.html"
-    text = text.replace("<head>", f"<head><script>{AT_ONCE}</script>")
-    page.write_text(text.replace("</body>", f"<script>{HANDS}</script></body>"), "utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    done = subprocess.run(
-        [chromium, *flags, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    body = re.search(r"<body[^>]*>(\{.*\})\s*</body>", done.stdout, re.DOTALL)
-    assert body, done.stdout[-2000:] + done.stderr[-2000:]
-    said = json.loads(html.unescape(body[1]))
+    said = use_page(runs, HANDS, tmp_path, chromium)
     assert said["last"] == f"a, step 22{EVIL}, step 24"
     assert said["first"] == f"a, step 14{EVIL}, step 18"
     assert said["second"] == said["last"]
@@ -323,3 +348,53 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path, chromium)
     assert said["shown"] == ["rank* ms (a)", f"rank* ms ({EVIL})"]
     assert said["differs"] == ["lr12"]
     assert (said["wide"], said["evil"]) == (True, 0)
+
+
+EYES = """
+const said = {};
+for (const figure of document.querySelectorAll("#charts figure")) {
+  const canvas = figure.querySelector("canvas"), ink = (part) => {
+    const probe = document.createElement("canvas").getContext("2d");
+    const style = getComputedStyle(document.documentElement);
+    probe.fillStyle = style.getPropertyValue(`--c${part}`);
+    probe.fillRect(0, 0, 1, 1);
+    return [...probe.getImageData(0, 0, 1, 1).data].join();
+  };
+  const top = canvas.getContext("2d").getImageData(0, 0, canvas.width, 6).data;
+  const all = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const has = (data, wanted) => {
+    let at = 0;
+    while (at < data.length && data.slice(at, at + 4).join() !== wanted) at += 4;
+    return at < data.length;
+  };
+  said[figure.querySelector("figcaption").textContent] = [
+    figure.querySelector("output").textContent,
+    [0, 1].map((part) => has(all, ink(part))),
+    has(top, ink(0)),
+  ];
+}
+document.body.replaceChildren(JSON.stringify(said));
+"""
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("lm loss", "lm loss validation"),
+        ("loss", "eval_loss"),
+        ("train/loss", "val/loss"),
+        ("loss/training", "loss/valid"),
+    ],
+)
+def test_a_browser_shows_both_losses_and_the_spikes(first, second, order, tmp_path, chromium):
+    norms = dict.fromkeys(range(1, 31), 1.0) | {15: 9.0, 20: 8.0}
+    losses = {first: dict.fromkeys(range(1, 31), 2.0) | {1: 5.0}, second: {10: 4.5, 30: 2.5}}
+    others = {"aux loss": {1: 1.0, 30: 3.0}, "grad-norm": norms}
+    run = Run("a", {name: losses[name] for name in (first, second)[::order]} | others)
+    both = f"{first}, step 302{second}, step 302.5"
+    assert use_page([run], EYES, tmp_path, chromium) == {
+        f"{first}, {second}": [both, [True, True], False],
+        "aux loss": ["step 303", [True, False], False],
+        "grad-norm (2 spikes: steps 15, 20)": ["step 301", [True, False], True],
+    }

@@ -3,13 +3,14 @@ import math
 import pytest
 import torch
 
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks import GuardedSink, MemorySink
-from mcore.observe.sinks.scalars import _warn_left_out, plain_numbers
+from mcore.observe.sinks.scalars import plain_numbers
 
 
 @pytest.fixture(autouse=True)
 def nobody_was_warned():
-    _warn_left_out.cache_clear()
+    warn_once.cache_clear()
 
 
 def test_numbers_of_every_kind_in_their_order():

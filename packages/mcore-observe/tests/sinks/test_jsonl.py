@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import JsonlSink, MetricSink
-from mcore.observe.sinks import GuardedSink, jsonl, records_of
+from mcore.observe.rank_logging import warn_once
+from mcore.observe.sinks import GuardedSink, records_of
 from rank_testing.scripts import Script
 
 
@@ -93,7 +94,7 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
 
 
 def test_metrics_with_reserved_names_do_not_replace_them(tmp_path, caplog):
-    jsonl._warn_of_the_name.cache_clear()
+    warn_once.cache_clear()
     path = tmp_path / "metrics.jsonl"
     JsonlSink(path).log({"step": 7.0, "a": 1.0, "time": 0.25}, 1)
     assert lines_of(path) == [{"step": 1, "a": 1.0}]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcore.observe import StragglerDetector, StragglerFoundError
 from rank_testing import RankFailure, run_ranks
+from standin import no_host_waits
 
 LOGGER = "mcore.observe.straggler"
 MS = 1_000_000
@@ -63,6 +64,32 @@ def world_of_four():
         spend(detector, elapsed_ms)
         detector.report(0.0, 10)
     return has_logged, report, records.lines, detector.last_report.stragglers
+
+
+def two_devices():
+    detector, device = configured(), torch.accelerator.current_accelerator()
+    values = torch.ones(1000, device=device)
+    for _ in range(3):
+        with no_host_waits():  # its events are read at the report
+            for _ in range(2):
+                with detector:
+                    values = values + 1
+                    if detector.my_rank == 1:
+                        time.sleep(0.01)
+        detector.report(1e12, 2)
+    report = detector.last_report.to_dict()
+    report.pop("unix_time")
+    return report
+
+
+def test_two_ranks_time_their_devices(accelerator):
+    group = f"{accelerator.type}:{accelerator.type}_nccl"
+    first, second = run_ranks(two_devices, 2, init=group)
+    assert first == second
+    quick, slow = first["metrics"]["elapsed_ms"]
+    assert quick > 0
+    assert slow >= 10  # two ranges of two iterations each slept as long
+    assert [device.split(":")[0] for device in first["devices"]] == [accelerator.type] * 2
 
 
 def test_four_ranks():

@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-import sys
 from datetime import datetime
 from types import SimpleNamespace
 from unittest import mock
@@ -18,9 +17,9 @@ from mcore.observe import (
     MemorySink,
     ProfilingConfig,
     TrainingConfig,
-    start_memory_history_recording,
     training_log,
 )
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.training_log import console
 
 
@@ -237,7 +236,7 @@ def test_theoretical_memory_is_asked_for(make_state, log_step):
 
 @pytest.mark.usefixtures("on_each_device")
 def test_snapshot_without_cuda_is_a_warning(make_state, log_step, caplog):
-    sys.modules[start_memory_history_recording.__module__]._warn_no_cuda.cache_clear()
+    warn_once.cache_clear()
     state = make_state(step=12)
     state.cfg.profiling = ProfilingConfig(record_memory_history=True)
     with mock.patch("torch.cuda.is_available", return_value=False):

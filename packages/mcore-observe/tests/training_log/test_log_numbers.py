@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import GlobalState, MemorySink, TrainState, training_log
+from mcore.observe.rank_logging import warn_once
 
 
 @pytest.fixture
 def warnings(caplog):
-    from mcore.observe.sinks import scalars
 
-    scalars._warn_left_out.cache_clear()
+    warn_once.cache_clear()
     return lambda: [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 

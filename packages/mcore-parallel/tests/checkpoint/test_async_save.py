@@ -19,9 +19,13 @@ from mcore.parallel.checkpoint import (
     ShardedTensor,
     is_complete_checkpoint,
     load_sharded_state_dict,
+    load_training_state,
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
+    save_training_state,
 )
+from mcore.parallel.checkpoint.planning import staging
+from mcore.tensor.device import current_device
 from rank_testing import run_ranks
 
 
@@ -71,6 +75,7 @@ class HeldBack:
         monkeypatch.setattr(threading.Thread, "run", run)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_later_changes_do_not_reach_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +95,7 @@ def test_later_changes_do_not_reach_the_checkpoint(
     check(tmp_path / "step_3", 3)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_saves_run_in_order_and_an_error_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,34 +128,90 @@ def busy_world(folder: str) -> list[str]:
     """Training continues over the same group while several saves are under way."""
     from torch import distributed as dist
 
-    rank, root = dist.get_rank(), Path(folder)
+    rank, root, device = dist.get_rank(), Path(folder), current_device()
     whole = torch.arange(200_000.0)
     handles = []
     for step in range(3):
-        local = (whole + step).chunk(2)[rank].clone()
+        local = (whole + step).chunk(2)[rank].clone().to(device)
         shard = make_tp_sharded_tensor_for_checkpoint(local, "w", tp_group=dist.group.WORLD)
         state = {"w": shard, "step": step}
         handles.append(save_sharded_state_dict(state, root / f"step_{step}", async_=True))
         local.zero_()
         for number in range(200):
-            total = torch.tensor([float(rank + number)])
+            total = torch.tensor([float(rank + number)], device=device)
             dist.all_reduce(total)
             assert total.item() == 2 * number + 1
     save_sharded_state_dict(state | {"w": shard}, root / "in_between")
     paths = [str(handle.result()) for handle in handles]
     for step in range(3):
         target = make_tp_sharded_tensor_for_checkpoint(
-            torch.zeros(100_000), "w", tp_group=dist.group.WORLD
+            torch.zeros(100_000, device=device), "w", tp_group=dist.group.WORLD
         )
         found = load_sharded_state_dict({"w": target, "step": None}, root / f"step_{step}")
-        assert torch.equal(found["w"], (whole + step).chunk(2)[rank])
+        assert torch.equal(found["w"].cpu(), (whole + step).chunk(2)[rank])
         assert found["step"] == step
     return paths
 
 
-def test_collectives_of_the_caller_do_not_mix_with_those_of_saves(tmp_path: Path) -> None:
-    first, second = run_ranks(busy_world, 2, str(tmp_path))
+def test_collectives_of_the_caller_do_not_mix_with_those_of_saves(
+    tmp_path: Path, backend_of_ranks: str
+) -> None:
+    first, second = run_ranks(busy_world, 2, str(tmp_path), init=backend_of_ranks)
     assert first == second == [str(tmp_path / f"step_{step}") for step in range(3)]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_goes_on_on_a_device_while_saves_run(
+    accelerator: torch.device,
+    optimizer_class: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps change weights and moments in place. Each save has those of its call, without a wait.
+
+    The pinned memory is small: it is reused while the device still writes to it.
+    """
+    monkeypatch.setattr(staging, "_ring", staging._PinnedRing(4096, 1024))
+    model = torch.nn.Linear(40, 30).to(accelerator)
+    optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.01)
+    batch = torch.randn(8, 40).to(accelerator)
+    handles, expected = [], []
+    for step in range(4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        expected.append([tensor.detach().cpu() for tensor in model.parameters()])
+        model(batch).square().mean().backward()  # is on its way while tensors are copied
+        path = tmp_path / f"step_{step}"
+        handles.append(save_training_state(path, model, optimizer, step=step, async_=True))
+        for tensor in (*model.parameters(), *(one.grad for one in model.parameters())):
+            tensor.detach().fill_(torch.nan)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), expected[-1], strict=True):
+                parameter.copy_(value.to(accelerator))
+                parameter.grad.zero_()
+    for step, (handle, values) in enumerate(zip(handles, expected, strict=True)):
+        handle.result()
+        found = torch.nn.Linear(40, 30)
+        load_training_state(tmp_path / f"step_{step}", found, unexpected="ignore")
+        assert all(map(torch.equal, found.parameters(), values))
+
+
+def test_a_world_that_is_bound_to_a_device_saves_in_the_background(
+    accelerator: torch.device, tmp_path: Path
+) -> None:
+    from torch import distributed as dist
+
+    dist.init_process_group(
+        f"{accelerator.type}_nccl", store=dist.HashStore(), rank=0, world_size=1,
+        device_id=accelerator,
+    )  # fmt: skip
+    try:
+        with accelerator:
+            save_sharded_state_dict(state_of(3), tmp_path / "a", async_=True).result()
+            check(tmp_path / "a", 3)
+    finally:
+        dist.destroy_process_group()
 
 
 SCRIPT = """

@@ -24,6 +24,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
+from mcore.tensor.device import current_device
 from rank_testing import run_ranks
 
 VOCABULARY, WIDTH, LAYERS = 10, 6, 3
@@ -166,6 +167,7 @@ def with_optimizer_key(state: dict[str, Any]) -> dict[str, Any]:
 
 def trained(tensor: torch.Tensor) -> torch.Tensor:
     """A live parameter where that is possible; views stay views."""
+    tensor = tensor.to(current_device())
     return torch.nn.Parameter(tensor) if tensor.is_floating_point() else tensor
 
 
@@ -204,11 +206,11 @@ def check_load(root: str, layout: Layout, rank: int, saved: Layout) -> None:
     assert list(loaded) == list(state)
     for name, shard in state["model"].items():
         assert loaded["model"][name] is shard.data, name
-        assert torch.equal(shard.data, expected[name]), name
+        assert torch.equal(shard.data.cpu(), expected[name]), name
     for layer, shard in enumerate(state["layers"]):
         assert loaded["layers"][layer] is shard.data
-        assert torch.equal(shard.data, expected[f"layer{layer}"])
-    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], expected["column"] * 2)
+        assert torch.equal(shard.data.cpu(), expected[f"layer{layer}"])
+    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"].cpu(), expected["column"] * 2)
     assert torch.equal(loaded["optimizer"]["state"][0]["step"], torch.tensor(7.0))
     assert loaded["optimizer"]["param_groups"] == [
         {"lr": 0.1 * 7, "betas": (0.9, 0.95), "params": [0, 1]}
@@ -259,9 +261,29 @@ def test_every_layout_loads_every_other(saved_root: Path, world: int) -> None:
     assert checked == [len(mine) * len(saved)] * world
 
 
-def test_one_process_without_distributed_loads_every_layout(saved_root: Path) -> None:
+def test_one_process_without_distributed_loads_every_layout(
+    saved_root: Path, device: torch.device
+) -> None:
+    assert current_device() == device
     for saved in (ALONE, *LAYOUTS):
         check_load(str(saved_root), ALONE, 0, saved)
+
+
+def save_and_load_on_devices(root: str, others: str) -> list[int]:
+    mine = of_world(2)
+    save_all(root, mine)
+    return [load_all(root, mine, mine), load_all(others, mine, [ALONE, *LAYOUTS])]
+
+
+def test_ranks_with_a_device_each_load_every_other_and_the_cpu_loads_theirs(
+    saved_root: Path, accelerator: torch.device, tmp_path: Path
+) -> None:
+    group = f"{accelerator.type}:{accelerator.type}_nccl"
+    roots = (str(tmp_path), str(saved_root))
+    checked = run_ranks(save_and_load_on_devices, 2, *roots, init=group, timeout_s=300)
+    assert checked == [[4, 14]] * 2
+    for saved in of_world(2):
+        check_load(str(tmp_path), ALONE, 0, saved)
 
 
 def test_torch_reads_every_layout_into_whole_tensors(saved_root: Path) -> None:
@@ -293,13 +315,14 @@ def columns_from_rows(root: str, save: bool) -> None:
 
     whole, rank = values((6, 4), 1, torch.float32), dist.get_rank()
     axis = 0 if save else 1
-    local = whole.chunk(2, axis)[rank].clone()
+    local = whole.chunk(2, axis)[rank].clone().to(current_device())
     group = {"tp_group": dist.group.WORLD}
     if save:
         shard = make_tp_sharded_tensor_for_checkpoint(local, "w", axis, **group)
         save_sharded_state_dict({"w": shard}, Path(root) / "rows")
     else:
-        target = make_tp_sharded_tensor_for_checkpoint(torch.zeros(6, 2), "w", axis, **group)
+        zeros = torch.zeros(6, 2, device=current_device())
+        target = make_tp_sharded_tensor_for_checkpoint(zeros, "w", axis, **group)
         loaded = load_sharded_state_dict({"w": target}, Path(root) / "rows")
         assert torch.equal(loaded["w"], local)
 
@@ -309,8 +332,8 @@ def rows_then_columns(root: str) -> None:
     columns_from_rows(root, save=False)
 
 
-def test_rows_become_columns(tmp_path: Path) -> None:
-    run_ranks(rows_then_columns, 2, str(tmp_path))
+def test_rows_become_columns(tmp_path: Path, backend_of_ranks: str) -> None:
+    run_ranks(rows_then_columns, 2, str(tmp_path), init=backend_of_ranks)
 
 
 def subgroup_saves(root: str) -> list[str]:

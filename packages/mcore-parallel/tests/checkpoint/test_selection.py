@@ -34,6 +34,7 @@ def shards(value: float) -> dict[str, Any]:
 ALL = {"body.a", "body.b", "head.w", "head.n", "o/shard_0_1"}
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("options", "loaded"),
     [
@@ -68,6 +69,7 @@ def test_parts_by_key_start_and_function(
     assert report.missing == []
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_other_names(tmp_path: Path) -> None:
     save_sharded_state_dict(shards(1.0), tmp_path / "a")
     target = {
@@ -137,6 +139,7 @@ def same(one: dict[str, Any], other: dict[str, Any], start: str) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one if name.startswith(start))
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_training_state_in_part(tmp_path: Path) -> None:
     model, optimizer = make(0)
     save_training_state(tmp_path / "a", model, optimizer, step=4, note="x")

@@ -20,8 +20,8 @@ DATA, MODEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-paralle
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def seed_on_cpu(seed: int, **options: Any) -> None:
-    model_parallel_cuda_manual_seed(seed, device="cpu", **options)
+def seed_default_device(seed: int, **options: Any) -> None:
+    model_parallel_cuda_manual_seed(seed, device=torch.get_default_device(), **options)
 
 
 def first_numbers() -> dict[str, list[float]]:
@@ -32,13 +32,19 @@ def first_numbers() -> dict[str, list[float]]:
     return drawn
 
 
+def new_generator(seed: int) -> torch.Generator:
+    """A separate generator of the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def numbers(seed: int) -> list[float]:
-    return torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.rand(3, generator=new_generator(seed)).tolist()
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_streams_and_default_numbers_have_the_seeds_of_the_formula(graph_safe: bool) -> None:
-    seed_on_cpu(1234, tp_rank=1, ep_rank=1, etp_rank=0, use_cudagraphable_rng=graph_safe)
+    seed_default_device(1234, tp_rank=1, ep_rank=1, etp_rank=0, use_cudagraphable_rng=graph_safe)
     assert list(get_cuda_rng_tracker().get_states()) == [DATA, MODEL, EXPERT]
     assert first_numbers() == {
         "default": numbers(1234),
@@ -48,17 +54,19 @@ def test_streams_and_default_numbers_have_the_seeds_of_the_formula(graph_safe: b
     }
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_ranks_default_to_zero() -> None:
     assert rng_stream_seeds(7) == {DATA: 7, MODEL: 2725, EXPERT: 1031}
-    seed_on_cpu(7)
+    seed_default_device(7)
     assert first_numbers()[MODEL] == numbers(2725)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_seeding_again_repeats_the_numbers() -> None:
-    seed_on_cpu(5)
+    seed_default_device(5)
     tracker, first = get_cuda_rng_tracker(), first_numbers()
     assert first_numbers() != first
-    seed_on_cpu(5)
+    seed_default_device(5)
     assert get_cuda_rng_tracker() is tracker
     assert first_numbers() == first
 
@@ -69,7 +77,7 @@ def test_ranks_come_from_the_default_process_groups(
 ) -> None:
     fake_world(rank, 8)
     with use_process_groups(ProcessGroups.from_sizes(tp=4, ep=2, expt_tp=2)):
-        seed_on_cpu(100)
+        seed_default_device(100)
     drawn = first_numbers()
     assert drawn[MODEL] == numbers(100 + 2718 + rank % 4)
     assert drawn[EXPERT] == numbers(100 + 1024 + 100 * (rank // 2 % 2) + rank % 2)
@@ -77,11 +85,11 @@ def test_ranks_come_from_the_default_process_groups(
 
 
 def test_equal_seeds_name_both_streams_and_leave_everything_as_it_was() -> None:
-    seed_on_cpu(3)
+    seed_default_device(3)
     tracker, state = get_cuda_rng_tracker(), torch.get_rng_state()
     before = tracker.get_states()
     with pytest.raises(ValueError, match="model-parallel-rng and expert-parallel-rng") as caught:
-        seed_on_cpu(1, tp_rank=6, ep_rank=17, etp_rank=0, force_reset_rng=True)
+        seed_default_device(1, tp_rank=6, ep_rank=17, etp_rank=0, force_reset_rng=True)
     assert "2725" in str(caught.value)
     assert "tp_rank=6, ep_rank=17, etp_rank=0" in str(caught.value)
     assert get_cuda_rng_tracker() is tracker
@@ -104,15 +112,15 @@ def test_equal_seeds_name_both_streams_and_leave_everything_as_it_was() -> None:
 def test_bad_seeds_and_ranks_are_refused_before_anything_changes(
     arguments: dict[str, Any], message: str
 ) -> None:
-    seed_on_cpu(3)
+    seed_default_device(3)
     before = get_cuda_rng_tracker().get_states()
     with pytest.raises(ValueError, match=message):
-        seed_on_cpu(**arguments)
+        seed_default_device(**arguments)
     assert get_cuda_rng_tracker().get_states() == before
 
 
 def test_a_device_that_does_not_exist_is_refused_before_anything_changes() -> None:
-    seed_on_cpu(3)
+    seed_default_device(3)
     tracker, before = get_cuda_rng_tracker(), get_cuda_rng_tracker().get_states()
     with pytest.raises(RuntimeError, match="cuda:99"):
         model_parallel_cuda_manual_seed(4, device="cuda:99", force_reset_rng=True)
@@ -131,22 +139,24 @@ def test_the_device_given_is_the_one_that_is_seeded() -> None:
     assert first_numbers()[MODEL] == numbers(5 + 2718)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_the_largest_seed_works() -> None:
-    seed_on_cpu(2**64 - 1 - 2718)
+    seed_default_device(2**64 - 1 - 2718)
     assert first_numbers()[MODEL] == numbers(2**64 - 1)
 
 
 def test_force_makes_a_tracker_of_the_new_kind() -> None:
-    seed_on_cpu(1)
+    seed_default_device(1)
     old = get_cuda_rng_tracker()
-    seed_on_cpu(1, use_cudagraphable_rng=True, force_reset_rng=True)
+    seed_default_device(1, use_cudagraphable_rng=True, force_reset_rng=True)
     new = get_cuda_rng_tracker()
     assert new is not old
     assert all(isinstance(state, torch.Generator) for state in new.get_states().values())
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_an_inference_tracker_gets_no_streams_but_the_default_numbers_are_seeded() -> None:
-    seed_on_cpu(9, inference_rng_tracker=True)
+    seed_default_device(9, inference_rng_tracker=True)
     assert first_numbers() == {"default": numbers(9)}
 
 

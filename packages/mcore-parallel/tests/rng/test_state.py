@@ -22,8 +22,21 @@ def _keep_the_default_numbers():
     torch.set_rng_state(state)
 
 
+def new_generator(seed: int) -> torch.Generator:
+    """A separate generator of the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def default_state() -> torch.Tensor:
+    """The state of the default numbers of the default device, by torch alone."""
+    device = torch.get_default_device()
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state()
+    return state
+
+
 def fresh(seed: int, count: int) -> torch.Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(count, generator=new_generator(seed))
 
 
 @pytest.mark.parametrize("graph_safe", [False, True])
@@ -31,27 +44,29 @@ def fresh(seed: int, count: int) -> torch.Tensor:
 def test_a_state_that_was_read_repeats_the_numbers(graph_safe: bool, clone: bool) -> None:
     torch.manual_seed(7)
     torch.rand(3)
-    state = _get_cuda_rng_state("cpu", clone=clone, graph_safe=graph_safe)
+    state = _get_cuda_rng_state(torch.get_default_device(), clone=clone, graph_safe=graph_safe)
     drawn = torch.rand(5)
-    _set_cuda_rng_state(state, "cpu", graph_safe=graph_safe)
+    _set_cuda_rng_state(state, torch.get_default_device(), graph_safe=graph_safe)
     assert torch.equal(torch.rand(5), drawn)
     assert torch.equal(drawn, fresh(7, 8)[3:])
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_plain_state_is_that_of_torch_and_does_not_change_with_draws() -> None:
-    state = _get_cuda_rng_state("cpu")
+    state = _get_cuda_rng_state(torch.get_default_device())
     assert state.dtype == torch.uint8
-    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, default_state())
     before = state.clone()
     torch.rand(4)
     assert torch.equal(state, before)
-    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(default_state(), before)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_plain_state_that_was_set_does_not_change_with_draws() -> None:
-    state = torch.Generator().manual_seed(3).get_state()
+    state = new_generator(3).get_state()
     before = state.clone()
-    _set_cuda_rng_state(state, "cpu")
+    _set_cuda_rng_state(state, torch.get_default_device())
     assert torch.equal(torch.rand(4), fresh(3, 4))
     assert torch.equal(state, before)
 
@@ -83,13 +98,14 @@ def test_an_accelerator_that_is_named_but_absent_is_refused(device: object) -> N
         _set_cuda_rng_state(torch.get_rng_state(), device)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_conversion_keeps_the_sequence_both_ways() -> None:
-    plain = torch.Generator().manual_seed(5).get_state()
-    generator = convert_cuda_rng_state(plain, to_graphable=True, device="cpu")
+    plain = new_generator(5).get_state()
+    generator = convert_cuda_rng_state(plain, to_graphable=True, device=torch.get_default_device())
     assert torch.equal(torch.rand(3, generator=generator), fresh(5, 3))
     back = convert_cuda_rng_state(generator)
     assert torch.equal(torch.rand(3, generator=generator), fresh(5, 6)[3:])
-    _set_cuda_rng_state(back, "cpu")
+    _set_cuda_rng_state(back, torch.get_default_device())
     assert torch.equal(torch.rand(3), fresh(5, 6)[3:])
 
 

@@ -28,6 +28,7 @@ from mcore.parallel.rng.tracker import (
     _EXPERT_PARALLEL_RNG_TRACKER_NAME,
 )
 
+EACH_DEVICE = pytest.mark.usefixtures("on_each_device")  # draws are of the default device
 BOTH_MODES = pytest.mark.parametrize("graph_safe", [False, True], ids=["plain", "graph-safe"])
 SEEDS = {"s1": 11, "s2": 22}
 
@@ -39,8 +40,21 @@ def _keep_the_default_numbers():
     torch.set_rng_state(state)
 
 
+def new_generator(seed: int) -> torch.Generator:
+    """A separate generator of the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def default_state() -> torch.Tensor:
+    """The state of the default numbers of the default device, by torch alone."""
+    device = torch.get_default_device()
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state()
+    return state
+
+
 def make_tracker(graph_safe: bool, **seeds: int) -> CudaRNGStatesTracker:
-    tracker = CudaRNGStatesTracker(graph_safe, device="cpu")
+    tracker = CudaRNGStatesTracker(graph_safe, device=torch.get_default_device())
     for name, seed in (seeds or SEEDS).items():
         tracker.add(name, seed)
     return tracker
@@ -48,7 +62,7 @@ def make_tracker(graph_safe: bool, **seeds: int) -> CudaRNGStatesTracker:
 
 def numbers(seed: int, count: int) -> list[float]:
     """The first draws, one at a time, of a separate generator."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     return [torch.rand(1, generator=generator).item() for _ in range(count)]
 
 
@@ -65,26 +79,29 @@ def test_the_names_of_the_streams() -> None:
     assert RNGStatesTracker is CudaRNGStatesTracker
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_a_fork_draws_from_the_stream_and_leaves_the_default_numbers(graph_safe: bool) -> None:
-    before = torch.get_rng_state()
+    before = default_state()
     tracker = make_tracker(graph_safe, a=1234)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
     with tracker.fork("a"):
         drawn = torch.rand(3)
-    generator = torch.Generator().manual_seed(1234)
+    generator = new_generator(1234)
     assert torch.equal(drawn, torch.rand(3, generator=generator))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
     with tracker.fork("a"):
         assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))
 
 
+@EACH_DEVICE
 def test_the_default_name_is_the_model_parallel_stream() -> None:
     tracker = make_tracker(False, **{"model-parallel-rng": 3})
     with tracker.fork():
         assert draw() == numbers(3, 1)[0]
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_nested_forks_of_both_streams_give_the_numbers_of_single_ones(graph_safe: bool) -> None:
     tracker = make_tracker(graph_safe)
@@ -100,7 +117,7 @@ def test_nested_forks_of_both_streams_give_the_numbers_of_single_ones(graph_safe
     assert x == numbers(SEEDS["s1"], 3)
     assert y == numbers(SEEDS["s2"], 2)
     for name, seed in SEEDS.items():
-        expected = torch.Generator().manual_seed(seed)
+        expected = new_generator(seed)
         torch.rand(1, generator=expected)
         torch.rand(1, generator=expected)
         if name == "s1":
@@ -146,12 +163,13 @@ def test_any_nesting_gives_each_stream_its_own_sequence(
         assert drawn[name] == numbers(seed, len(drawn[name]))
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_an_exception_leaves_the_fork_unchanged_and_the_stream_where_it_stood(
     graph_safe: bool,
 ) -> None:
     tracker = make_tracker(graph_safe)
-    before, error = torch.get_rng_state(), RuntimeError("from the body")
+    before, error = default_state(), RuntimeError("from the body")
 
     def body() -> None:
         with tracker.fork("s1"), tracker.fork("s2"):
@@ -161,21 +179,21 @@ def test_an_exception_leaves_the_fork_unchanged_and_the_stream_where_it_stood(
     with pytest.raises(RuntimeError) as caught:
         body()
     assert caught.value is error
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
     with tracker.fork("s2"):
         assert draw() == numbers(SEEDS["s2"], 2)[1]
 
 
 def test_an_unknown_stream_raises_a_key_error_at_the_with_and_changes_nothing() -> None:
     tracker = make_tracker(False)
-    before, entered = torch.get_rng_state(), False
+    before, entered = default_state(), False
     pending = tracker.fork("missing")
     with pytest.raises(KeyError) as caught, pending:
         entered = True
     assert not entered
     assert str(caught.value) == "cuda rng state missing is not added"
     assert isinstance(caught.value, UnknownRngStreamError)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
 
 
 @BOTH_MODES
@@ -192,7 +210,7 @@ def test_a_refused_name_or_seed_changes_nothing(graph_safe: bool) -> None:
 
 
 def test_a_seed_that_torch_refuses_does_not_initialise_the_tracker() -> None:
-    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     with pytest.raises(ValueError, match="Overflow"):
         tracker.add("a", 2**70)
     assert not tracker.is_initialized()
@@ -201,7 +219,7 @@ def test_a_seed_that_torch_refuses_does_not_initialise_the_tracker() -> None:
 
 
 def test_initialised_by_add_or_set_states_until_reset() -> None:
-    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     assert not tracker.is_initialized()
     tracker.add("a", 1)
     assert tracker.is_initialized()
@@ -240,14 +258,16 @@ def test_the_dicts_of_states_are_copies(graph_safe: bool) -> None:
     assert all(copies[name] is not tracker.states_[name] for name in SEEDS)
 
 
+@EACH_DEVICE
 def test_states_of_plain_streams_survive_pickling() -> None:
     tracker = make_tracker(False)
-    restored = CudaRNGStatesTracker(device="cpu")
+    restored = CudaRNGStatesTracker(device=torch.get_default_device())
     restored.set_states(pickle.loads(pickle.dumps(tracker.get_states())))
     with restored.fork("s2"):
         assert draw() == numbers(SEEDS["s2"], 1)[0]
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_states_read_inside_a_fork_are_those_of_the_moment(graph_safe: bool) -> None:
     tracker = make_tracker(graph_safe)
@@ -262,23 +282,29 @@ def test_states_read_inside_a_fork_are_those_of_the_moment(graph_safe: bool) -> 
 
 @pytest.mark.parametrize("value", ["state", 1, None])
 def test_values_are_looked_at_only_when_they_are_used(value: object) -> None:
-    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     tracker.set_states({"a": value})
     assert tracker.get_states() == {"a": value}
-    before = torch.get_rng_state()
+    before = default_state()
     with pytest.raises(TypeError, match="rng state"), tracker.fork("a"):
         pass
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_states_change_between_plain_and_graph_safe_trackers(graph_safe: bool) -> None:
-    source, target = make_tracker(graph_safe), CudaRNGStatesTracker(not graph_safe, device="cpu")
+    source, target = (
+        make_tracker(graph_safe),
+        CudaRNGStatesTracker(not graph_safe, device=torch.get_default_device()),
+    )
     with source.fork("s1"):
         draw()
     target.set_states(
         {
-            name: convert_cuda_rng_state(state, to_graphable=not graph_safe, device="cpu")
+            name: convert_cuda_rng_state(
+                state, to_graphable=not graph_safe, device=torch.get_default_device()
+            )
             for name, state in source.get_states().items()
         }
     )
@@ -286,22 +312,24 @@ def test_states_change_between_plain_and_graph_safe_trackers(graph_safe: bool) -
         assert draw() == numbers(SEEDS["s1"], 2)[1]
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_a_reset_inside_a_fork_keeps_the_new_streams(graph_safe: bool) -> None:
     tracker = make_tracker(graph_safe)
-    before = torch.get_rng_state()
+    before = default_state()
     with tracker.fork("s1"), tracker.fork("s2"):
         draw()
         tracker.reset()
         tracker.add("s2", 33)
         with tracker.fork("s2"):
             assert draw() == numbers(33, 1)[0]
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(default_state(), before)
     assert list(tracker.get_states()) == ["s2"]
     with tracker.fork("s2"):
         assert draw() == numbers(33, 2)[1]
 
 
+@EACH_DEVICE
 def test_an_inference_tracker_leaves_the_numbers_alone() -> None:
     tracker = CudaRNGStatesTracker(is_inference_rng_tracker=True)
     tracker.add("a", 1)
@@ -334,6 +362,7 @@ def test_the_device_is_decided_at_first_use_and_held_by_streams() -> None:
         tracker.device = "cpu"
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_a_snapshot_repeats_all_numbers_any_number_of_times(graph_safe: bool) -> None:
     torch.manual_seed(99)
@@ -362,6 +391,7 @@ def test_a_snapshot_repeats_all_numbers_any_number_of_times(graph_safe: bool) ->
 # Forks that close out of order, and seeds that mean the same numbers.
 
 
+@EACH_DEVICE
 @BOTH_MODES
 def test_a_fork_that_closes_before_an_inner_one_is_an_error_and_every_stream_is_intact(
     graph_safe: bool,
@@ -399,6 +429,7 @@ def test_an_error_on_its_way_is_not_replaced_by_one_about_the_order() -> None:
     assert tracker.get_states().keys() == SEEDS.keys()
 
 
+@EACH_DEVICE
 def test_a_generator_that_is_closed_late_leaves_the_streams_intact() -> None:
     torch.manual_seed(99)
     tracker = make_tracker(False)
@@ -451,6 +482,7 @@ def test_any_order_of_closing_keeps_every_stream(
         assert drawn[name] == numbers(seed, len(drawn[name]))
 
 
+@EACH_DEVICE
 def test_a_fork_decorates_a_function_and_one_fork_cannot_be_open_twice() -> None:
     tracker = make_tracker(False)
     assert [tracker.fork("s1")(draw)() for _ in range(2)] == numbers(SEEDS["s1"], 2)
@@ -466,7 +498,7 @@ def test_a_fork_decorates_a_function_and_one_fork_cannot_be_open_twice() -> None
 @BOTH_MODES
 @pytest.mark.parametrize("kind", [np.int64, np.uint32, torch.tensor])
 def test_a_seed_may_be_an_integer_of_another_library(kind: Any, graph_safe: bool) -> None:
-    tracker = CudaRNGStatesTracker(graph_safe, device="cpu")
+    tracker = CudaRNGStatesTracker(graph_safe, device=torch.get_default_device())
     tracker.add("a", kind(7))
     with tracker.fork("a"):
         assert draw() == numbers(7, 1)[0]
@@ -476,7 +508,7 @@ def test_a_seed_may_be_an_integer_of_another_library(kind: Any, graph_safe: bool
 
 
 def test_two_seeds_of_the_same_numbers_are_one_seed() -> None:
-    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     tracker.add("a", -1)
     with pytest.raises(ValueError, match=r"^seed 18446744073709551615 already exists, as -1$"):
         tracker.add("b", 2**64 - 1)
@@ -488,7 +520,7 @@ def test_two_seeds_of_the_same_numbers_are_one_seed() -> None:
 
 @pytest.mark.parametrize("seed", [1.0, "1", None, np.float64(1)])
 def test_a_seed_that_is_no_integer_is_refused(seed: Any) -> None:
-    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     with pytest.raises(TypeError, match=r"seed of stream a must be an int, got .*(1|None)"):
         tracker.add("a", seed)
     assert not tracker.is_initialized()

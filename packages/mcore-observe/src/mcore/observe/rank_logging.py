@@ -19,6 +19,8 @@ from mcore.versioning.process_rank import (
 )
 
 logger = logging.getLogger(__name__)
+# Call it as ``warn_once(logger, message, *arguments)``.
+warn_once = functools.lru_cache(maxsize=1024)(logging.Logger.warning)
 
 
 def safe_get_rank() -> int:
@@ -168,19 +170,16 @@ def _is_first_of_stage(tp_group: GroupLike | None, dp_cp_group: GroupLike | None
     if tp_group is None or dp_cp_group is None:
         default = get_default_process_groups()
         if default is None:
-            _warn_about_missing_groups()
+            warn_once(
+                logger,
+                "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups, "
+                "so only rank 0 logs. Pass tp_group and dp_cp_group, or call "
+                "set_default_process_groups",
+            )
             return process_rank() == 0
         return default.rank("tp") == 0 and default.rank("dp_cp") == 0
     return all(
         not _is_outside(group) and _get_rank(group) == 0 for group in (tp_group, dp_cp_group)
-    )
-
-
-@functools.cache
-def _warn_about_missing_groups() -> None:
-    logger.warning(
-        "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups, so "
-        "only rank 0 logs. Pass tp_group and dp_cp_group, or call set_default_process_groups"
     )
 
 

@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.extras import require_extra
+from mcore.observe.files import replacing
+from mcore.observe.rank_logging import warn_once
 from mcore.parallel import groups
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
 from mcore.versioning.process_rank import process_rank
 
 logger = logging.getLogger(__name__)
+
+_WITHOUT_CUDA = "record_memory_history needs CUDA, which is not available; nothing is recorded"
 
 _MAX_EVENTS = 100_000
 
@@ -150,7 +154,7 @@ def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     if not _is_recording_rank(profiling):
         return
     if not torch.cuda.is_available():
-        _warn_no_cuda()
+        warn_once(logger, _WITHOUT_CUDA)
         return
     path = snapshot_path(profiling.memory_snapshot_path, f"_{process_rank()}")
     try:
@@ -176,15 +180,10 @@ def _is_recording_rank(profiling: Any) -> bool:
     return process_rank() in profiling.profile_ranks
 
 
-@functools.cache
-def _warn_no_cuda() -> None:
-    logger.warning("record_memory_history needs CUDA, which is not available; nothing is recorded")
-
-
 @functools.cache  # one observer for each process, however often recording is started
 def _start_recording(configured: str, rank: int) -> None:
     if not torch.cuda.is_available():
-        _warn_no_cuda()
+        warn_once(logger, _WITHOUT_CUDA)
         return
     torch.cuda.memory._record_memory_history(
         enabled="all", context="all", stacks="python", max_entries=_MAX_EVENTS
@@ -209,10 +208,8 @@ def _save_after_failure(path: str, *details: Any) -> None:
 def _save_snapshot(path: str) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with replacing(target) as file:
         pickle.dump(torch.cuda.memory._snapshot(), file)
-    os.replace(partial, target)
 
 
 def _open_nvml_reader() -> Callable[[], int]:

@@ -115,6 +115,7 @@ def test_other_addresses_of_a_folder_need_trust_or_an_argument(tmp_path, home, u
 def test_hostile_lines_are_skipped_with_one_line(tmp_path, home, caplog, capsys):
     entry = {"number": 2, "step": 2, "time_ms": 5, "metrics": {"lm loss": 2.0}}
     hostile = [
+        json.dumps({"arrived": [[10**13, 1]]}),  # less than nothing
         json.dumps({"arrived": [[1, 10**12]]}),
         json.dumps({"arrived": [[-(10**12), 1]]}),
         json.dumps({"arrived": 7}),

@@ -155,8 +155,8 @@ def split_factor(placement: Placement) -> int | None:
     return cast("int | None", getattr(placement, "split_factor", None))
 
 
-def file_part(name: str, offset: int, length: int) -> Any:
-    """Return the entry by which an index locates bytes in a file."""
+def file_part_type() -> Any:
+    """Return the type by which an index locates bytes: of the file's name, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    return _StorageInfo(name, offset, length)
+    return _StorageInfo

@@ -18,6 +18,8 @@ from mcore.parallel.checkpoint import (
 
 DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 
+ON_DEVICE = [torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.bool, torch.uint16]
+
 
 def of_bytes(dtype: torch.dtype, first: int, rows: int) -> torch.Tensor:
     """Return a tensor of 6 columns with given bytes."""
@@ -30,6 +32,18 @@ def of_bytes(dtype: torch.dtype, first: int, rows: int) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tensor_comes_back_or_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    check_dtype(dtype, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ON_DEVICE, ids=str)
+def test_a_tensor_of_a_device_comes_back(
+    accelerator: torch.device, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with accelerator:
+        check_dtype(dtype, tmp_path)
+
+
+def check_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     value = of_bytes(dtype, 1, 4)
     shard = ShardedTensor("v", value, dtype, (4, 6), (4, 6), (0, 0), None)
     state = {"w": value, "s": shard}
@@ -58,6 +72,7 @@ def test_a_tensor_comes_back_or_is_refused(dtype: torch.dtype, tmp_path: Path) -
     assert torch.equal(columns.clone().view(torch.uint8), expected[:, 2 * size : 4 * size])
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_finite_value_that_becomes_infinite_is_a_warning_with_its_key(tmp_path: Path) -> None:
     save_sharded_state_dict(
         {"large": torch.tensor([1e30, 1.0]), "inf": torch.tensor([float("inf")])}, tmp_path / "a"
@@ -74,6 +89,7 @@ def test_a_finite_value_that_becomes_infinite_is_a_warning_with_its_key(tmp_path
         )
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize(
     ("shape", "strides", "is_refused"),
     [

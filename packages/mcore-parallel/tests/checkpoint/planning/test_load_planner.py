@@ -27,6 +27,7 @@ def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_keys_that_nobody_asks_for_are_reported(tmp_path: Path) -> None:
     whole = {f"layer.{i}": torch.ones(2) for i in range(30)}
     save_sharded_state_dict(whole, tmp_path / "a")
@@ -48,6 +49,7 @@ def test_keys_that_nobody_asks_for_are_reported(tmp_path: Path) -> None:
             load_sharded_state_dict(whole, tmp_path / "a", **{name: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("unexpected", ["raise", "warn", "ignore"])
 def test_a_fresh_optimizer_gets_no_empty_state_in_silence(unexpected: Any, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
@@ -104,6 +106,7 @@ def flip_middle(path: Path, key: str) -> None:
     (path / piece.file).write_bytes(content)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_damage_found_while_reading_says_that_targets_are_partly_filled(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.full((3000,), float(i + 1)) for i in range(4)}
     save_sharded_state_dict(tensors, tmp_path / "a")

@@ -107,6 +107,7 @@ class Named(torch.Tensor):
     """A plain tensor by another name."""
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_named_tensor_is_saved_as_plain_memory(tmp_path: Path) -> None:
     save_sharded_state_dict({"w": torch.ones(3).as_subclass(Named)}, tmp_path / "a")
     target = {"w": torch.zeros(3)}

@@ -39,11 +39,12 @@ def flip_a_byte(checkpoint: Path) -> None:
     """Change the last element of a tensor in the file that holds most."""
     file = max(checkpoint.glob("*.distcp"), key=lambda one: one.stat().st_size)
     content = bytearray(file.read_bytes())
-    at = content.rindex(torch.tensor(8.0).numpy().tobytes())
+    at = content.rindex(torch.tensor(8.0, device="cpu").numpy().tobytes())
     content[at] ^= 1
     file.write_bytes(content)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=2, every=3, protect=["step_3"])
     assert manager.load_latest(linear()) is None
@@ -59,6 +60,7 @@ def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_damaged_checkpoint_of_a_later_step_costs_no_good_one(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step, value in ((2, 1.0), (4, 8.0), (6, 8.0)):
@@ -96,6 +98,7 @@ def test_a_run_that_went_back_never_meets_the_future_that_it_left(tmp_path: Path
     assert names(tmp_path) == ["after_step_2", "step_9"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_going_back_to_a_step(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, every=10)
     model = linear()
@@ -211,6 +214,7 @@ def test_what_a_killed_save_left_is_deleted_by_the_first_save(tmp_path: Path) ->
     assert names(tmp_path) == ["step_3"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_background_save_that_fails_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,17 @@ from rank_testing import run_ranks
 Make = Callable[[torch.nn.Module], Any]
 
 
-def net(seed: int = 0) -> torch.nn.Module:
+def net(seed: int = 0, device: torch.device | None = None) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    layers = (torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    return torch.nn.Sequential(*layers).to(device)
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
         batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-        model(batch).square().mean().backward()
+        model(batch.to(next(model.parameters()).device)).square().mean().backward()
         optimizer.step()
 
 
@@ -128,8 +130,8 @@ class Wrapper(Optimizer):
 
 
 @pytest.mark.parametrize("make", [Counting, Global, hooked, Wrapper])
-def test_training_continues_bit_for_bit(make: Make, tmp_path: Path) -> None:
-    assert resumes(make, tmp_path / "a")
+def test_training_continues_bit_for_bit(make: Make, device: torch.device, tmp_path: Path) -> None:
+    assert resumes(make, tmp_path / "a", partial(net, device=device))
 
 
 def test_states_keep_their_dtype_beside_entries(tmp_path: Path) -> None:

@@ -42,17 +42,19 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def net(seed: int = 0) -> torch.nn.Sequential:
+def net(seed: int = 0, device: torch.device | None = None) -> torch.nn.Sequential:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 2)
     )
+    return model.to(device)
 
 
 def train(model: torch.nn.Module, optimizer: Optimizer, steps: int = 3) -> list[float]:
     losses = []
     for step in range(steps):
         batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        batch = batch.to(next(model.parameters()).device)
 
         def closure(batch: torch.Tensor = batch) -> torch.Tensor:
             optimizer.zero_grad()
@@ -65,8 +67,10 @@ def train(model: torch.nn.Module, optimizer: Optimizer, steps: int = 3) -> list[
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
-    model = net()
+def test_any_optimizer_goes_on_as_if_nothing_had_happened(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    model = net(device=device)
     optimizer = OPTIMIZERS[name](model.parameters())
     untouched = len(optimizer.state)  # only Adagrad has a state before its first step
     save_training_state(tmp_path / "step_0", model, optimizer, step=0)
@@ -74,7 +78,7 @@ def test_any_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: P
     first = train(model, optimizer)
     save_training_state(tmp_path / "step_3", model, optimizer, step=3)
     expected = train(model, optimizer)
-    other = net(seed=1)
+    other = net(seed=1, device=device)
     fresh = OPTIMIZERS[name](other.parameters())
     load_training_state(tmp_path / "step_3", other, fresh)
     assert train(other, fresh) == expected
@@ -83,6 +87,43 @@ def test_any_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: P
     load_training_state(tmp_path / "step_0", model, optimizer)
     assert len(optimizer.state) == untouched
     assert train(model, optimizer) == first
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_state_of_a_device_goes_on_on_the_cpu_and_back(
+    accelerator: torch.device, has_state: bool, tmp_path: Path
+) -> None:
+    """Each tensor of the state is where its optimizer has it, wherever it was saved."""
+    cpu, losses = torch.device("cpu"), []
+    for number, (saved_on, loaded_on) in enumerate(((accelerator, cpu), (cpu, accelerator))):
+        model, other = net(device=saved_on), net(seed=1, device=loaded_on)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+        fresh = torch.optim.AdamW(other.parameters(), lr=0.1, amsgrad=True)
+        train(model, optimizer)
+        save_training_state(tmp_path / f"{number}", model, optimizer, step=3)
+        if has_state:
+            train(other, fresh)
+        load_training_state(tmp_path / f"{number}", other, fresh)
+        states = [value for one in fresh.state.values() for value in one.items()]
+        assert {v.device for name, v in states if name != "step"} == {loaded_on}
+        assert {v.device for name, v in states if name == "step"} == {cpu}
+        losses += [train(other, fresh), train(model, optimizer)]
+    assert losses == [losses[0]] * 4
+
+
+@pytest.mark.usefixtures("on_each_device")
+@pytest.mark.parametrize("count", [3, 400_000])
+def test_a_dict_of_tensors_is_filled_in_place_whatever_its_size(count: int, tmp_path: Path) -> None:
+    model, value = net(), torch.arange(float(count))
+    save_training_state(tmp_path / "a", model, step=1, ema={"b": value, "n": 2})
+    target = torch.zeros(count, requires_grad=True)
+    found = load_training_state(tmp_path / "a", model, ema={"b": target, "n": 0})["ema"]
+    assert found["b"] is target
+    assert torch.equal(target, value)
+    assert found["n"] == 2
+    other = load_training_state(tmp_path / "a", model, ema={"b": torch.zeros(2)})["ema"]["b"]
+    assert other.device.type == "cpu"  # does not fit
+    assert torch.equal(other, value.cpu())
 
 
 def test_names_are_those_of_torch_without_what_wrappers_add(tmp_path: Path) -> None:
@@ -128,6 +169,7 @@ def test_a_parameter_of_a_hidden_child_has_its_name_in_the_state_dict() -> None:
     assert state.names[model.module.weight] == ["weight"]
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_moments_keep_their_dtype_and_parameters_without_a_state_have_none(tmp_path: Path) -> None:
     model = net().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -170,6 +212,7 @@ class Extra(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_extra_states_and_made_up_tensors_reach_the_module(tmp_path: Path) -> None:
     model, other = Extra(), Extra()
     model.extra, model.shadow = {"scales": [2.0, {"amax": 3}]}, torch.tensor([3.0, 4.0])
@@ -205,6 +248,7 @@ class Renamed(torch.nn.Linear):
         state[prefix + "weight"] = torch.cat(halves)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_a_parameter_that_hooks_take_apart_is_itself_to_the_optimizer(tmp_path: Path) -> None:
     model, other = Renamed(keep=True, join=True), Renamed(keep=True, join=True)
     optimizer, fresh = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
@@ -237,6 +281,7 @@ def test_a_parameter_that_hooks_take_apart_is_itself_to_the_optimizer(tmp_path: 
     save_training_state(tmp_path / "b", dropped, torch.optim.AdamW([dropped.bias]), step=1)
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_options_follow_the_parameters_into_other_groups_and_optimizers(tmp_path: Path) -> None:
     model, other = net(), net(seed=1)
     optimizer = torch.optim.SGD(
@@ -313,6 +358,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     assert len(every.state) == 2
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_random_streams_are_put_back_unless_they_are_not_wanted(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(), torch.rand(3).tolist()]

@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore.observe.adapters.trainer_log import TrainerLog
 from mcore.observe.extras import require_extra
+from mcore.observe.files import replacing
 from mcore.observe.runs.state import RunLog
 from mcore.observe.sinks.scalars import as_number
 
@@ -138,7 +139,8 @@ class ObserveCallback(TrainerCallback):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if args.should_save and folder.is_dir():
             counters = {name: value.item() for name, value in self.run_log.state_dict().items()}
-            Path(folder, _COUNTERS).write_text(json.dumps(counters) + "\n")
+            with replacing(folder / _COUNTERS) as file:
+                file.write(json.dumps(counters).encode() + b"\n")
         self._runs.begin_wait()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.reports import SECONDS_PER_UNIT
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
 logger = logging.getLogger(__name__)
+
+_NO_EFFECT = "ProfilingConfig.%s has no effect in mcore.observe: %s"
 
 CONSOLE_FORMATS = ("readable", "megatron")
 
@@ -248,9 +250,11 @@ class ProfilingConfig:
             ValueError: profile_step_start is -1: give a step of 0 or more
         """
         if self.record_shapes:
-            _warn_no_effect("record_shapes", "pass record_shapes=True to torch.profiler.profile")
+            remedy = "pass record_shapes=True to torch.profiler.profile"
+            warn_once(logger, _NO_EFFECT, "record_shapes", remedy)
         if self.nvtx_ranges:
-            _warn_no_effect("nvtx_ranges", "call mcore.observe.configure_nvtx_profiling(True)")
+            remedy = "call mcore.observe.configure_nvtx_profiling(True)"
+            warn_once(logger, _NO_EFFECT, "nvtx_ranges", remedy)
         if self.use_nsys_profiler and self.use_pytorch_profiler:
             raise ValueError(
                 "use_nsys_profiler and use_pytorch_profiler are both on: choose one of them"
@@ -263,11 +267,6 @@ class ProfilingConfig:
                 f"profile_step_end is {self.profile_step_end}, before profile_step_start "
                 f"{self.profile_step_start}: give the same step or a later one"
             )
-
-
-@functools.cache
-def _warn_no_effect(setting: str, instead: str) -> None:
-    logger.warning("ProfilingConfig.%s has no effect in mcore.observe: %s", setting, instead)
 
 
 @dataclass

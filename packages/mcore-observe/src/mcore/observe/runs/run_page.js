@@ -106,12 +106,34 @@
     return [pen, width];
   }
 
+  // Losses that differ in such a word share a chart. The loss in training comes first.
+  const PHASE = /(?<=^|[/._ -])(?:(train(?:ing)?)|valid(?:ation)?|val|eval(?:uation)?)(?=$|[/._ -])/i;
+
+  function joined(charts) {
+    const found = new Map();
+    for (const chart of charts) {
+      const shared = chart.name.replace(PHASE, "").replace(/^[/._ -]+|[/._ -]+$/g, "");
+      const key = chart.group === "Loss" ? `Loss ${shared}` : `${chart.group}: ${chart.name}`;
+      found.set(key, [...(found.get(key) || []), chart]);
+    }
+    const isValidation = (chart) => Number((PHASE.exec(chart.name) || [0, 1])[1] === undefined);
+    return [...found.values()].map((parts) => {
+      parts.sort((a, b) => isValidation(a) - isValidation(b));
+      const names = parts.map((part) => part.name);
+      const curves = parts.flatMap((chart, part) => chart.curves.map((curve) => ({ ...curve, part })));
+      return { name: names.join(", "), parts: names, group: parts[0].group, thinned: parts.some((part) => part.thinned), curves };
+    });
+  }
+
   // One chart: a curve for each run that has the metric.
   function lineChart(chart) {
     const canvas = make("canvas", { "aria-hidden": "true" });
     const readout = make("output");
     const nans = chart.curves.reduce((sum, curve) => sum + curve.nan, 0);
-    const notes = [chart.thinned ? "thinned" : "", nans ? `NaN at ${nans.toLocaleString("en")} steps` : ""].filter(Boolean);
+    const ofPart = (curve) => (several ? curve.run : curve.part);
+    const spikes = chart.curves.flatMap((curve) => curve.spikes);
+    const spiked = spikes.length ? `${spikes.length} spikes: steps ${spikes.slice(0, 8).join(", ")}${spikes.length > 8 ? ", ..." : ""}` : "";
+    const notes = [chart.thinned ? "thinned" : "", spiked, nans ? `NaN at ${nans.toLocaleString("en")} steps` : ""].filter(Boolean);
     const note = notes.length ? ` (${notes.join(", ")})` : "";
     const figure = make("figure", { tabindex: "0", role: "group", "aria-label": `${shortened(chart.name)}${note}; arrow keys read the values` },
       make("figcaption", {}, shortened(chart.name), make("small", {}, note)), canvas, readout);
@@ -123,7 +145,7 @@
         const xs = state.axis === "time" ? curve.t : curve.x;
         if (!xs) return null;
         const keep = xs.map((x, at) => at).filter((at) => xs[at] !== null);
-        return { run: curve.run, x: keep.map((at) => xs[at]), y: smoothed(keep.map((at) => curve.y[at])), raw: keep.map((at) => curve.y[at]) };
+        return { run: curve.run, part: curve.part, spikes: new Set(curve.spikes), steps: keep.map((at) => curve.x[at]), x: keep.map((at) => xs[at]), y: smoothed(keep.map((at) => curve.y[at])), raw: keep.map((at) => curve.y[at]) };
       }).filter((curve) => curve && curve.x.length);
     }
 
@@ -175,10 +197,10 @@
       pen.beginPath(); pen.rect(LEFT, 0, width - LEFT, HEIGHT - BOTTOM + 2); pen.clip();
       pen.lineJoin = "round";
       for (const curve of shown) {
-        const ink = css.getPropertyValue(`--c${curve.run % 8}`);
+        const ink = css.getPropertyValue(`--c${ofPart(curve) % 8}`);
         for (const [values, alpha, size] of state.smooth ? [[curve.raw, 0.25, 1], [curve.y, 1, 1.8]] : [[curve.y, 1, 1.5]]) {
           pen.globalAlpha = alpha; pen.strokeStyle = pen.fillStyle = ink; pen.lineWidth = size;
-          pen.setLineDash(curve.run >= 8 ? [6, 3] : []);
+          pen.setLineDash(curve.part ? [2, 2] : curve.run >= 8 ? [6, 3] : []);
           pen.beginPath();
           let down = false;
           values.forEach((value, at) => {
@@ -193,7 +215,12 @@
           values.forEach((value, at) => { if (lone(at)) { pen.beginPath(); pen.arc(px(curve.x[at]), py(up(value)), 2.2, 0, 7); pen.fill(); } });
         }
         pen.globalAlpha = 1;
-        // A mark for each step that is not finite.
+        // A triangle at the top for each spike, and a mark below for each step that is not finite.
+        curve.steps.forEach((step, at) => {
+          if (!curve.spikes.has(step)) return;
+          const x = px(curve.x[at]);
+          pen.beginPath(); pen.moveTo(x - 4, 0); pen.lineTo(x + 4, 0); pen.lineTo(x, 7); pen.fill();
+        });
         curve.raw.forEach((value, at) => { if (value === null) pen.fillRect(px(curve.x[at]) - 1, HEIGHT - BOTTOM - 7, 2, 7); });
         if (state.cursor !== null) {
           const at = nearest(curve.x, state.cursor), y = up(curve.y[at]);
@@ -216,8 +243,8 @@
     function read(shown) {
       const parts = shown.map((curve) => {
         const at = state.cursor === null ? curve.x.length - 1 : nearest(curve.x, state.cursor);
-        const name = several ? `${DATA.runs[curve.run].name}, ` : "";
-        return make("span", {}, swatch(curve.run), `${name}${place(curve.x[at])}`, make("b", {}, number(curve.y[at], "NaN")));
+        const name = (several ? `${DATA.runs[curve.run].name}, ` : "") + (chart.parts.length > 1 ? `${shortened(chart.parts[curve.part])}, ` : "");
+        return make("span", {}, swatch(ofPart(curve)), `${name}${place(curve.x[at])}`, make("b", {}, number(curve.y[at], "NaN")));
       });
       readout.replaceChildren(...parts);
     }
@@ -390,7 +417,7 @@
         if (one.near) one.draw();
       }
     }, { rootMargin: "300px" });
-    const made = [...DATA.charts.map(lineChart), ...DATA.maps.map(rankMap)];
+    const made = [...joined(DATA.charts).map(lineChart), ...DATA.maps.map(rankMap)];
     const groups = [...new Set(made.map((one) => one.group))];
     const last = ["Timers", "Other"];
     groups.sort((a, b) => last.indexOf(a) - last.indexOf(b));

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
+from mcore.observe.files import replacing
 from mcore.observe.runs.slow_ranks import SlowRank, factors_by_rank, slow_ranks
 from mcore.observe.runs.tables import Run
 
@@ -38,6 +39,8 @@ _GROUPS = (
 )
 _ORDER = ("Loss", "Throughput", "Gradients and learning rate", "Memory", "Experts", "Timers")
 _OTHER = "Other"
+_GRADIENT_NORM = re.compile(r"\bgrad(?:ient)?[ _/-]?norm$", re.IGNORECASE)
+_SPIKE_WINDOW, _FEWEST_BEFORE, _MAX_SPIKES = 50, 10, 64
 _WORST_NOTE = (
     "Worst: the time divided by that of the fastest rank, or by the rank's own best time. "
     "Device readings are relative to the median."
@@ -52,6 +55,9 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
 
     Curves of more than 1,000 points are thinned to the least and the largest value of each
     section, and the page notes it. Metrics of ``rank<number>`` become one map of ranks and steps.
+    Losses that differ in a word such as "train" or "validation" share a chart. Spikes of the
+    gradient norm are marked and listed: norms of more than twice the median of the 50 before them,
+    and above it by more than 10 times their median absolute deviation.
 
     Args:
         runs: The runs. Each is a curve in the charts of its metrics.
@@ -83,10 +89,8 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
     }
     template = (_HERE / "run_page.html").read_text(encoding="utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
+    with replacing(path) as file:
+        file.write(page.encode())
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -147,6 +151,24 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
     return [*kept, points[-1]]
 
 
+def find_spikes(points: Sequence[Point]) -> list[Point]:
+    """Return the gradient norms far above those before them, as :func:`draw_page` defines them.
+
+    The first 10 values are none. Values that are not finite are left out.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    found = []
+    for at in range(_FEWEST_BEFORE, len(finite)):
+        before = [value for _, value in finite[max(0, at - _SPIKE_WINDOW) : at]]
+        middle, value = median(before), finite[at][1]
+        if value > 2 * middle:
+            # Norms that vary a lot anyway, as in the first steps, are no spikes.
+            spread = median(abs(one - middle) for one in before)
+            if value > middle + 10 * spread:
+                found.append(finite[at])
+    return found
+
+
 def _build_chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
     curves = []
     is_thinned = False
@@ -154,11 +176,13 @@ def _build_chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, A
         points = run.points(name)
         if not points:
             continue
-        kept = thinned(points, num_points)
+        spikes = find_spikes(points)[:_MAX_SPIKES] if _GRADIENT_NORM.search(name) else []
+        kept = sorted({*thinned(points, num_points), *spikes}, key=_step)
         is_thinned |= len(kept) < len(points)
         curve: dict[str, Any] = {"run": index, "x": [step for step, _ in kept]}
         curve["y"] = [_round(value) for _, value in kept]
         curve["nan"] = _count_nan(points)
+        curve["spikes"] = [step for step, _ in spikes]
         if run.times:
             began = min(run.times.values())
             times = [run.times.get(step) for step, _ in kept]

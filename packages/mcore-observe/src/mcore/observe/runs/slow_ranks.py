@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.jsonl import append_record, as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.straggler.outliers import Outlier
@@ -53,7 +53,7 @@ def log_slow_ranks(run_dir: str | os.PathLike[str], step: int, slow: Sequence[Ou
     try:
         append_record(path, {"step": step, "slow": named[:_MAX_RANKS]})
     except OSError as error:
-        _warn_of_file(path, error.strerror)
+        warn_once(logger, "cannot write the slow ranks to %s: %s", path, error.strerror)
 
 
 def read_slow_ranks(path: Path) -> Verdicts:
@@ -131,8 +131,3 @@ def _parse(slow: Sequence[Any]) -> Iterator[Outlier]:
             keys = ("value", "median", "z", "score")
             numbers = {key: as_float(one.get(key)) for key in keys}
             yield Outlier(metric, one["rank"], host, device=device, **numbers)
-
-
-@functools.cache
-def _warn_of_file(path: Path, reason: str | None) -> None:
-    logger.warning("cannot write the slow ranks to %s: %s", path, reason)

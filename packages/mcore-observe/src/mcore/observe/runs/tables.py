@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore.observe.extras import require_extra
+from mcore.observe.files import replacing
 from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
@@ -209,7 +210,8 @@ def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
         axes.set_title(name, fontsize=9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    figure.savefig(path, dpi=100)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=100, format=Path(path).suffix[1:] or None)
 
 
 def _read_settings(file: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -12,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from mcore.observe.files import open_plain, replacing
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.delivery.spool import lock, record_of
 from mcore.observe.sinks.scalars import plain_numbers
 
@@ -42,7 +43,7 @@ class JsonlSink:
         resume_step: The first line removes the lines of later steps. None keeps them.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The file cannot be opened, or is a link.
 
     Example:
         >>> import tempfile
@@ -57,7 +58,8 @@ class JsonlSink:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.open("ab").close()  # raises now if it cannot be opened, not at the first step
+        # Raises now if it cannot be opened, not at the first step.
+        os.close(open_plain(self.path, os.O_WRONLY | os.O_CREAT))
         self._resume_step = resume_step
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
@@ -81,7 +83,8 @@ class JsonlSink:
             for name, value in plain_numbers(metrics).items()
         }
         for name in _RESERVED.keys() & record:
-            _warn_of_the_name(name)
+            text = "a metric is called %r, which %s, and is not written: rename it"
+            warn_once(logger, text, name, _RESERVED[name])
             del record[name]
         head = {"step": int(step), "time": round(time.time(), 3)}
         line = json.dumps(head | record, allow_nan=False)
@@ -128,10 +131,10 @@ class JsonlSink:
         if self._file is None:
             if self._resume_step is not None:
                 self._forget_later_steps(self._resume_step)
-            with self.path.open("ab+") as file:
+            with open(self.path, "ab+", opener=open_plain) as file:
                 _repair_last_line(file)
             # Unbuffered: a write is with the operating system when it returns.
-            self._file = self.path.open("ab", buffering=0)
+            self._file = open(self.path, "ab", buffering=0, opener=open_plain)  # noqa: SIM115
             try:
                 lock(self._file.fileno())
             except BlockingIOError:
@@ -141,12 +144,10 @@ class JsonlSink:
         return self._file
 
     def _forget_later_steps(self, step: int) -> None:
-        partial = self.path.with_name(self.path.name + ".partial")
-        with partial.open("w") as file:
+        with replacing(self.path) as file:
             for record in records_of(self.path, with_time=True):
                 if record["step"] <= step:
-                    file.write(json.dumps(record) + "\n")
-        partial.replace(self.path)
+                    file.write(json.dumps(record).encode() + b"\n")
 
 
 def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any]]:
@@ -179,7 +180,7 @@ def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to a file that one process writes. Its last line is repaired first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with open(path, "ab+", opener=open_plain) as file:
         _repair_last_line(file)
         file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
@@ -190,13 +191,6 @@ def as_float(value: Any) -> float:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
-
-
-@functools.cache
-def _warn_of_the_name(name: str) -> None:
-    logger.warning(
-        "a metric is called %r, which %s, and is not written: rename it", name, _RESERVED[name]
-    )
 
 
 def _repair_last_line(file: BinaryIO) -> None:

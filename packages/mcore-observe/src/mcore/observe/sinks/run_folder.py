@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore.observe.files import open_plain, replacing
 from mcore.observe.sinks.delivery.spool import lock
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,13 @@ class RunFolder:
     def replace_json(self, file: Path, content: Mapping[str, Any]) -> None:
         """Replace a file of the folder in one step."""
         self.path.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(file)
+        with replacing(file) as opened:
+            opened.write(json.dumps(content, indent=2).encode() + b"\n")
 
     def _read_notes(self) -> dict[str, Any]:
         try:
-            notes = json.loads(self.notes.read_text())
+            with open(self.notes, opener=open_plain) as file:  # a pipe would never end
+                notes = json.load(file)
         except (OSError, ValueError, RecursionError):
             return {}
         return notes if isinstance(notes, dict) else {}

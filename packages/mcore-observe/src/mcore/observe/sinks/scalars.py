@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from numbers import Real
 from typing import Any, TypeVar
 
 import torch
+
+from mcore.observe.rank_logging import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
     if warns:
         kind = type(value).__name__
         text = "an int too large for a float" if kind == "int" else f"not a number but a {kind}"
-        _warn_left_out(as_name(name), text)
+        shown = as_name(name)
+        warn_once(logger, "%r is %s and is not logged; give one number", shown, text)
     return None
 
 
@@ -70,11 +72,6 @@ def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, 
     """Return the values that are one number each. :func:`one_number` drops the others."""
     checked = {name: one_number(name, value, warns=warns) for name, value in values.items()}
     return {name: value for name, value in checked.items() if value is not None}
-
-
-@functools.lru_cache(maxsize=1024)
-def _warn_left_out(name: str, text: str) -> None:
-    logger.warning("%r is %s and is not logged; give one number", name, text)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

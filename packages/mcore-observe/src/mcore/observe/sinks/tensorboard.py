@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mcore.observe.files import replacing
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.scalars import plain_numbers
@@ -63,7 +64,8 @@ def forget_later_events(folder: Path, step: int) -> None:
     belongs to the step of the n-th value of the scalar with the same name over steps.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        _rewrite(path, step)
+        if path.suffix != ".partial":  # of a killed process
+            _rewrite(path, step)
 
 
 def _rewrite(path: Path, step: int) -> None:
@@ -78,8 +80,7 @@ def _rewrite(path: Path, step: int) -> None:
     if not any(at > step for tag in steps for at in steps[tag] if not tag.endswith(_OVER_SAMPLES)):
         return
     seen: collections.Counter[str] = collections.Counter()
-    partial = path.with_name("partial-" + path.name)
-    with partial.open("wb") as file:
+    with replacing(path) as file:
         writer = RecordWriter(file)
         for event in events:
             had_values = bool(event.summary.value)
@@ -101,7 +102,6 @@ def _rewrite(path: Path, step: int) -> None:
                 event.summary.value.extend(kept)
             writer.write(event.SerializeToString())
         writer.flush()
-    partial.replace(path)
 
 
 def _read_events(path: Path) -> Iterator[Any]:
@@ -124,7 +124,11 @@ def _open(opening: Opening) -> Any:
             forget_later_events(folder, opening.resume_step)
         # A killed process loses only the last moments. The writer would keep two minutes.
         queue = opening.settings.tensorboard_queue_size
-        writer: Any = SummaryWriter(log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S)
+        # It opens its file by name and follows links. Nobody can plant one at an unknown name.
+        suffix = f".{os.urandom(8).hex()}"
+        writer: Any = SummaryWriter(
+            log_dir=str(folder), max_queue=queue, flush_secs=_FLUSH_S, filename_suffix=suffix
+        )
         params = config_params(opening.config)
         if params and opening.resume_step is None:
             # Without an experiment's summary, the HParams tab shows all scalars of the run.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.reports import report_memory
 from mcore.observe.sinks.scalars import as_number
 from mcore.observe.terminal import plain
@@ -144,12 +144,8 @@ def write_line(text: str, *, has_colours: bool = False) -> None:
                 stack.enter_context(bars.external_write_mode(file=sys.stdout))
             print(_colour(text) if has_colours else text, flush=True)  # noqa: T201
     except (OSError, ValueError) as error:
-        _warn_of_console(type(error).__name__)
-
-
-@functools.cache
-def _warn_of_console(kind: str) -> None:
-    logger.warning("cannot write to the console (%s); training continues", kind)
+        kind = type(error).__name__
+        warn_once(logger, "cannot write to the console (%s); training continues", kind)
 
 
 def print_step_time(interval: Interval) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.loss_totals import loss_averages
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.scalars import as_number, widest_float
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.timers import Timers, gather_seconds, longest_times
@@ -333,7 +334,12 @@ def reduce_over_ranks(
     names = blocks[0][:, 0]
     is_alike = len(set(names.tolist()) - {0.0}) <= 1
     if step.writes and (not is_alike or len(averages) > _NUM_LOSSES):
-        _warn_of_losses()
+        warn_once(
+            logger,
+            "losses are not reduced over all ranks: only the first %d are, and only over ranks "
+            "with losses of the same names",
+            _NUM_LOSSES,
+        )
     most = measures.nan_to_num(_NOTHING).amax(0).tolist()
     return RankValues(
         [None if value == _NOTHING else value for value in most],
@@ -379,15 +385,6 @@ def _reduce_block(own: Mapping[str, Any], block: torch.Tensor, how: str) -> Mapp
 def _digest(names: Sequence[str]) -> float:
     """Return a number for names that float32 holds, 0 without names."""
     return float((zlib.crc32("\0".join(names).encode()) >> 8) + 1) if names else 0.0
-
-
-@functools.cache
-def _warn_of_losses() -> None:
-    logger.warning(
-        "losses are not reduced over all ranks: only the first %d are, and only over ranks with "
-        "losses of the same names",
-        _NUM_LOSSES,
-    )
 
 
 def timer_names(logger_config: Any) -> tuple[str, ...]:

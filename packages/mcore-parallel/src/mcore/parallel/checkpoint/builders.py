@@ -287,12 +287,11 @@ def _cut_over_tensor_parallel(
     shape, offset = list(shard.global_shape), list(shard.global_offset)
     shape[axis] = size * ranks.tp_size
     offset[axis] += size * ranks.tp_rank
-    counts = None
-    if shard.axis_fragmentations is not None:
-        counts = list(shard.axis_fragmentations)
+    counts = list(shard.axis_fragmentations or ())
+    if counts:
         counts[axis] *= ranks.tp_size
     return replace_fields(
-        shard, global_shape=shape, global_offset=offset, axis_fragmentations=counts
+        shard, global_shape=shape, global_offset=offset, axis_fragmentations=counts or None
     )
 
 
@@ -306,14 +305,12 @@ def _prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTens
         *prepend_offsets,
         prepend_axis_num=len(prepend_offsets),
     )
-    counts = None
-    if shard.axis_fragmentations is not None:
-        counts = stack.global_shape + shard.axis_fragmentations
+    counts = shard.axis_fragmentations
     return replace_fields(
         shard,
         global_shape=stack.global_shape + shard.global_shape,
         global_offset=stack.global_offset + shard.global_offset,
-        axis_fragmentations=counts,
+        axis_fragmentations=None if counts is None else stack.global_shape + counts,
         prepend_axis_num=len(prepend_offsets),
     )
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan
 
     from mcore.parallel.checkpoint.files.reader import CheckedReader, Verify
-    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
     from mcore.parallel.groups import GroupLike
 
 
@@ -219,6 +218,10 @@ def load_opened(
         expected = planner.wanted.union(accounted)
         return (reader, plan), [key in expected for key in index.keys]
 
+    def fill(report: Callable[[int], object]) -> None:
+        with raise_as_damage():
+            reader.read_tensors(planner.finish_plan(plan), planner, report)
+
     with name_checkpoint("load", directory):
         (reader, plan), expected = team.agree_max(plan_reads, checkpoint.num_keys, are_flags=True)
         keys = checkpoint.index.keys
@@ -231,7 +234,13 @@ def load_opened(
         checkpoint.clock.end_phase("plan")
         stream = sys.stderr if options.progress_bar and team.is_first else None
         with show_progress(f"loading {directory.name}", reader.num_bytes, stream) as report:
-            _fill(reader, plan, planner, team, report)
+            try:
+                team.agree(lambda: fill(report))
+            except CheckpointingException as error:
+                raise type(error)(
+                    f"{error}\nTensors on any rank may have been filled in part: load another "
+                    "checkpoint into them before using them"
+                ) from error
         checkpoint.clock.end_phase("read")
         checkpoint.num_bytes += reader.num_bytes
         checkpoint.num_files += reader.num_files
@@ -293,23 +302,3 @@ def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team)
         raise CheckpointingException(titled_list(title, extra, "key"))
     if team.is_first:
         warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=8)
-
-
-def _fill(
-    reader: CheckedReader,
-    plan: LoadPlan,
-    planner: ShardedLoadPlanner,
-    team: Team,
-    report: Callable[[int], object],
-) -> None:
-    def fill() -> None:
-        with raise_as_damage():
-            reader.read_tensors(planner.finish_plan(plan), planner, report)
-
-    try:
-        team.agree(fill)
-    except CheckpointingException as error:
-        raise type(error)(
-            f"{error}\nTensors on any rank may have been filled in part: load another checkpoint "
-            "into them before using them"
-        ) from error

@@ -22,16 +22,38 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+import torch
+
 from mcore.parallel.checkpoint import figures
-from mcore.parallel.checkpoint.errors import CheckpointingException, name_checkpoint
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    describe_error,
+    name_checkpoint,
+)
 from mcore.parallel.checkpoint.files import directory
-from mcore.parallel.checkpoint.files.manifest import PIECE_BYTES, locate_pieces
-from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
+from mcore.parallel.checkpoint.files.index import OUR_MARK
+from mcore.parallel.checkpoint.files.manifest import (
+    ALIGNMENT_BYTES,
+    MANIFEST_FILE,
+    Piece,
+    aligned,
+    describe_for_torch,
+    encode_manifest,
+)
+from mcore.parallel.checkpoint.files.pieces import ChecksummedStream, checksum_of, write_tensor
+from mcore.parallel.checkpoint.files.places import (
+    PathLike,
+    Place,
+    RemotePath,
+    place_of,
+    size_problems,
+)
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning import staging, writers
 from mcore.parallel.checkpoint.sharded import ShardedTensor
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
+from mcore.parallel.torch_compat import METADATA_FILE, file_part_type
 
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
@@ -40,9 +62,9 @@ logger = logging.getLogger(__name__)
 
 _REPLY = struct.Struct(">QII")  # token, then the largest numbers of writes and of compared shards
 _RESULT = struct.Struct(">?Q")  # whether the rank has written, and the length of its packed pieces
-Taken = tuple[
-    list[tuple[int, staging.Leaf]], bytes
-]  # numbered leaves to write, digests of compared shards
+_PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
+Taken = tuple[list[staging.Content], bytes]  # what the rank writes, digests of compared shards
+Save = directory.LocalSave | directory.RemoteSave
 
 
 @overload
@@ -81,7 +103,8 @@ def save_sharded_state_dict(
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas of
     tensors and objects are written. If a DTensor's mesh lacks some ranks, several ranks may hold a
-    replica of a shard: these must be equal, and one is written. Any other leaf is written by the
+    replica of a shard: these must be equal, and one is written. Large plain tensors that are equal
+    on several ranks are written by all of these, a part each. Any other leaf is written by the
     first rank that has it, with a warning if it differs between ranks.
 
     Files are written into a hidden directory next to ``path``. When they are on storage on all
@@ -99,9 +122,10 @@ def save_sharded_state_dict(
         path: The directory to make, on a file system that all ranks share, or a URL of fsspec such
             as ``s3://bucket/step_1``. It must not exist. A leading ``~`` is expanded.
         process_group: The ranks that save. None is the world.
-        async_: Copy this rank's data to the CPU, return, and write in a thread. Later changes of
-            the tensors do not reach the checkpoint. Asynchronous saves run in the order of the
-            calls, over a separate gloo group, which must not be destroyed before they are done.
+        async_: Copy the data that this rank writes to the CPU, return, and write in a thread. Later
+            changes of the tensors do not reach the checkpoint. Asynchronous saves run in the order
+            of the calls, over a separate gloo group, which must not be destroyed before they are
+            done.
         check_replicas: Before writing, compare all replicas on several ranks byte by byte. Every
             rank reads its whole state once.
         weights_only: Refuse objects and values that a load would refuse, since unpickling them
@@ -166,12 +190,9 @@ def save_tree(
         if options.async_:
             taken = team.agree(take)
             clock.end_phase("copy")
-    width = _RESULT.size + PIECE_BYTES * most_writes + staging.DIGEST_BYTES * most_compared
-    save = (
-        directory.RemoteSave(final, token)
-        if isinstance(final, RemotePath)
-        else directory.LocalSave(final, token)
-    )
+    width = _RESULT.size + _PIECE.size * most_writes + staging.DIGEST_BYTES * most_compared
+    kind: Any = directory.RemoteSave if isinstance(final, RemotePath) else directory.LocalSave
+    save: Save = kind(final, token)
     if options.async_:  # the thread must not keep the tensors of the caller alive
         work = partial(_write_and_publish, save, plan, lambda: taken, options, width, clock)
         return figures.start_async_save(final, team, work, clock)
@@ -191,7 +212,7 @@ def _describe(
         )
     if team.is_first:
         directory.reserve(final)
-    leaves = staging.list_candidates(entries)
+    leaves = staging.list_candidates(entries, team.size)
     staging.reject_unsavable([leaf for leaf in leaves if not isinstance(leaf, staging.CommonValue)])
     description = writers.describe_leaves(
         entries,
@@ -238,16 +259,15 @@ def _take(
     staging.reject_unsavable([leaf for _, leaf in chosen if isinstance(leaf, staging.CommonValue)])
     if plan is not None:
         chosen += enumerate(plan.merged, len(leaves))
-    if not options.async_:
-        return list(chosen), b"".join(compared)
-    staged = [
-        (at, staging.stage_leaf(leaf, weights_only=options.weights_only)) for at, leaf in chosen
+    contents = [
+        staging.take_content(*one, is_copied=options.async_, weights_only=options.weights_only)
+        for one in chosen
     ]
-    return staged, b"".join(compared)
+    return contents, b"".join(compared)
 
 
 def _write_and_publish(
-    save: directory.LocalSave | directory.RemoteSave,
+    save: Save,
     plan: writers.GlobalPlan | None,
     take: Callable[[], Taken],
     options: SaveOptions,
@@ -259,7 +279,17 @@ def _write_and_publish(
     failure: Exception | None = None
     with name_checkpoint("save", save.final):
         try:
-            message = _write(save, plan, take, options, team)
+            if plan is not None and options.async_:
+                plan.require_whole()
+            contents, digests = take()
+            save.begin()
+            tensors = [one.source for one in contents if isinstance(one.source, torch.Tensor)]
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            stream = sys.stderr if options.progress_bar and team.is_first else None
+            title = f"saving {save.final.name}"
+            with figures.show_progress(title, num_bytes, stream) as report:
+                packed = write_file(save, team.rank, contents, report)
+            message = _RESULT.pack(True, len(packed)) + packed + digests
         except Exception as error:
             message, failure = _RESULT.pack(False, 0), error
         try:
@@ -277,52 +307,110 @@ def _write_and_publish(
     return stats
 
 
-def _write(
-    save: directory.LocalSave | directory.RemoteSave,
-    plan: writers.GlobalPlan | None,
-    take: Callable[[], Taken],
-    options: SaveOptions,
-    team: Team,
+def write_file(
+    save: Save, rank: int, contents: Sequence[staging.Content], report: Callable[[int], object]
 ) -> bytes:
-    """Write the file of this rank, and return the places of its content."""
-    # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
-    from mcore.parallel.checkpoint.files.writer import write_rank_file
+    """Write and sync the file of a rank: values, then tensors, each as an archive.
 
-    if plan is not None and options.async_:
-        plan.require_whole()
-    leaves, digests = take()
-    save.begin()
-    tensors = [staging.tensor_of(leaf) for _, leaf in leaves] if options.progress_bar else []
-    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    stream = sys.stderr if options.progress_bar and team.is_first else None
-    with figures.show_progress(f"saving {save.final.name}", num_bytes, stream) as report:
-        packed = write_rank_file(save, team.rank, leaves, report, weights_only=options.weights_only)
-    return _RESULT.pack(True, len(packed)) + packed + digests
+    Returns the packed pieces. No contents make no file. ``report`` gets the bytes of each tensor.
+    """
+    if not contents:
+        return b""
+    ordered = sorted(contents, key=lambda one: isinstance(one.source, torch.Tensor))
+    key, packed = ordered[0].key, []
+    try:
+        with save.new_file(rank) as file:
+            stream, ahead = ChecksummedStream(file), staging.start_content(ordered[0].source)
+            for place, one in enumerate(ordered, 1):
+                finish = ahead
+                if place < len(ordered):  # the next one is copied while this one is written
+                    key = ordered[place].key
+                    ahead = staging.start_content(ordered[place].source)
+                key, content, at, elements = one.key, finish(), stream.end, -1
+                if isinstance(content, torch.Tensor):
+                    elements = write_tensor(stream, content)
+                    report(content.nbytes)
+                else:
+                    stream.write(content)
+                length = stream.end - at
+                if place < len(ordered):
+                    stream.write(bytes(-stream.end % ALIGNMENT_BYTES))
+                checksum = bytes.fromhex(stream.take_checksum())
+                packed.append(_PIECE.pack(one.number, length, elements, checksum))
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise _name_failure(error, save.file_of(rank), key) from error
+    return b"".join(packed)
 
 
 def _publish(
-    save: directory.LocalSave | directory.RemoteSave,
+    save: Save,
     plan: writers.GlobalPlan | None,
     results: Sequence[bytes],
     failure: Exception | None,
 ) -> tuple[None, list[int]]:
-    """Publish on the first rank if all have written. Returns the numbers of bytes and files."""
-    from mcore.parallel.checkpoint.files.writer import publish_checkpoint
+    """Write index and manifest and publish the checkpoint on the first rank, if all have written.
 
+    Returns the numbers of bytes and files.
+    """
     if failure is not None:
         raise failure
     headers = [_RESULT.unpack_from(result) for result in results]
     if plan is None or not all(has_written for has_written, _ in headers):
         return None, [0, 0]  # a rank that has failed raises its error on all
-    ends = [_RESULT.size + length for _, length in headers]
-    plan.compare_shards([one[end:] for one, end in zip(results, ends, strict=True)])
+    # Imported here: it takes seconds that only the first rank of a save needs.
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    located, digests = [], []
     names = [save.file_of(rank).name for rank in range(len(results))]
-    keys, pieces = plan.name_pieces(
-        [
-            locate_pieces(name, one[_RESULT.size : end])
-            for name, one, end in zip(names, results, ends, strict=True)
-        ]
+    for name, result, (_, length) in zip(names, results, headers, strict=True):
+        end, pieces = 0, list[tuple[int, Piece]]()
+        digests.append(result[_RESULT.size + length :])
+        for number, size, elements, checksum in _PIECE.iter_unpack(
+            result[_RESULT.size : _RESULT.size + length]
+        ):
+            at, before = aligned(end), None if elements < 0 else elements
+            pieces.append((number, Piece(name, at, size, size, checksum.hex(), before, (), ())))
+            end = at + size
+        located.append(pieces)
+    plan.compare_shards(digests)
+    keys, named = plan.name_pieces(located)
+    files = {name: one for name, one in zip(names, named, strict=True) if one}
+    sizes = {name: pieces[-1][1].at + pieces[-1][1].length for name, pieces in files.items()}
+    for _, problem in size_problems(save.folder, sizes):
+        raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
+    metadata, stored = describe_for_torch(keys)
+    metadata.planner_data = plan.merge_paths()
+    metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
+    part = file_part_type()
+    metadata.storage_data = {
+        index: part(piece.file, piece.at, piece.length) for index, (piece, _) in stored.items()
+    }
+    path = save.folder / METADATA_FILE
+    try:
+        index = pickle.dumps(metadata)
+        save.write(METADATA_FILE, index)
+        path = save.folder / MANIFEST_FILE
+        whole = {METADATA_FILE: (len(index), checksum_of(index))}
+        content = encode_manifest(keys, files, whole)
+        save.write(MANIFEST_FILE, content)
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise _name_failure(error, path) from error
+    sizes.update({METADATA_FILE: len(index), MANIFEST_FILE: len(content)})
+    save.publish(sizes)
+    return None, [sum(sizes.values()), len(sizes)]
+
+
+def _name_failure(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
+    """Turn an error into one of ours, since not every exception can be sent to the other ranks."""
+    origin: BaseException | None = error
+    # torch.save hides the operating system's error, such as a full disk, in the chain of causes.
+    while origin is not None and not isinstance(origin, OSError):
+        origin = origin.__cause__ or origin.__context__
+    at = f" at key {key!r}" if key is not None else ""
+    return CheckpointingException(
+        f"{path} cannot be written{at} ({describe_error(origin or error)})"
     )
-    files = {name: one for name, one in zip(names, pieces, strict=True) if one}
-    num_bytes = publish_checkpoint(save, keys, files, plan.merge_paths())
-    return None, [num_bytes, len(files) + 2]

@@ -362,12 +362,6 @@ class ShardedTensor(ShardedBase):
         return None
 
 
-def with_leading_axes(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """View a local tensor, detached, with ``count`` leading axes of size 1."""
-    local = to_local_if_dtensor(tensor).detach()
-    return local[(None,) * count + (...,)] if count else local
-
-
 def _check_offsets(
     key: str, rank_offsets: Sequence[Sequence[int]], ndim: int
 ) -> dict[int, tuple[int, int]]:

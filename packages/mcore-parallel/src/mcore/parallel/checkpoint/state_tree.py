@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Path = tuple[Any, ...]
-_BARE_MARKER = "is_bare_tensor"
+MESH_SIZE = "size_of_bare_mesh"  # of the marker of a shard that ranks outside may hold too
 _FSDP2_MARKER = "is_torch_fsdp2_param"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
@@ -88,14 +88,13 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             raise CheckpointingException(
                 f"two leaves of the state dict have the name {name!r}. Rename one of them"
             )
-        elif isinstance(value, OneLeaf):
-            entries.common[name] = (path, value.value)
-            if value.merge is not None:
-                entries.merged[name] = value
-            elif value.role is not Role.FIRST:
-                entries.roles[name] = value.role
         else:
-            entries.common[name] = (path, value)
+            leaf = value if isinstance(value, OneLeaf) else OneLeaf(value)
+            entries.common[name] = (path, leaf.value)
+            if leaf.merge is not None:
+                entries.merged[name] = leaf
+            elif leaf.role is not Role.FIRST:
+                entries.roles[name] = leaf.role
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
     return replace(entries, common=dict(sorted(entries.common.items())))
@@ -104,10 +103,10 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
 def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
     """Describe a tensor that several ranks may hold as equal replicas, one of which is written."""
     if is_dtensor(tensor):
-        shard = shard_of_dtensor(tensor, key)
+        shard, mesh_size = shard_of_dtensor(tensor, key), tensor.device_mesh.size()
     else:
-        shard = ShardedTensor.from_rank_offsets(key, tensor)
-    setattr(shard, _BARE_MARKER, True)
+        shard, mesh_size = ShardedTensor.from_rank_offsets(key, tensor), 1
+    setattr(shard, MESH_SIZE, mesh_size)
     return shard
 
 
@@ -178,11 +177,6 @@ def replica_index(tensor: DTensor) -> int:
         if placement.is_replicate():
             number = number * tensor.device_mesh.size(mesh_dim) + coordinate[mesh_dim]
     return number
-
-
-def is_bare(shard: ShardedTensor) -> bool:
-    """Return whether :func:`bare_shard` made a shard: its replicas are unknown."""
-    return hasattr(shard, _BARE_MARKER)
 
 
 def _iterate_leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:

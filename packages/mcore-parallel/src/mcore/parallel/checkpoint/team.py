@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -33,6 +34,10 @@ class Team:
         """Whether this is rank 0, which writes the files that exist once."""
         return self.rank == 0
 
+    @cached_property
+    def _device(self) -> torch.device:
+        return comm_device(self.group)
+
     def agree(self, step: Callable[[], T]) -> T:
         """Run ``step``, which has no collectives, and return its result. One all-reduce.
 
@@ -57,8 +62,16 @@ class Team:
             cause = error
             # The maximum decides: one failure of another kind makes it no mere damage.
             failure = 1 if isinstance(error, errors.DamagedCheckpointError) else 2
-        combine = self._combine_flags if are_flags else self._combine_numbers
-        failure, *combined = combine([failure, *numbers])
+        combined = [failure, *numbers]
+        if self.group is not None:
+            with name_lost_ranks():
+                if are_flags:
+                    message = _make_tensor(bytes(combined)).to(self._device)
+                    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+                    combined = list(bytes_of(message))
+                else:
+                    combined = max_or_raise(combined, None, self.group)
+        failure, *combined = combined
         if failure:
             kind = errors.DamagedCheckpointError if failure == 1 else errors.CheckpointingException
             raise self._merge_reports(cause, kind) from cause
@@ -74,11 +87,8 @@ class Team:
         payloads, lengths = self.agree_max(step_with_lengths, count)
         if self.group is None or not any(lengths):
             return list(payloads)
-        device, payload = comm_device(self.group), b"".join(payloads)
-        if self.is_first:
-            message = _make_tensor(payload).to(device)
-        else:
-            message = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        payload = b"".join(payloads) if self.is_first else bytes(sum(lengths))
+        message = _make_tensor(payload).to(self._device)
         with name_lost_ranks():
             dist.broadcast(message, group=self.group, group_src=0)
         joined = io.BytesIO(payload if self.is_first else bytes_of(message))
@@ -101,7 +111,7 @@ class Team:
         """
         if self.group is None:
             return [payload]
-        padded = _make_tensor(payload.ljust(width, b"\0")).to(comm_device(self.group))
+        padded = _make_tensor(payload.ljust(width, b"\0")).to(self._device)
         received = [torch.empty_like(padded) for _ in range(self.size)] if self.is_first else None
         with name_lost_ranks():
             dist.gather(padded, received, group=self.group, group_dst=0)
@@ -122,7 +132,7 @@ class Team:
             return result, own
         cause, sent = None, None
         # A first byte of 1 says that the step succeeded.
-        message = torch.zeros(1 + width, dtype=torch.uint8, device=comm_device(self.group))
+        message = torch.zeros(1 + width, dtype=torch.uint8, device=self._device)
         if self.is_first:
             try:
                 result, payloads = step()
@@ -136,22 +146,6 @@ class Team:
         if not received[0]:
             raise self._merge_reports(cause, errors.CheckpointingException) from cause
         return result, received[1:]
-
-    def _combine_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maxima of all ranks' numbers (64-bit integers), element by element."""
-        if self.group is None:
-            return list(numbers)
-        with name_lost_ranks():
-            return max_or_raise(numbers, None, self.group)
-
-    def _combine_flags(self, flags: Sequence[int]) -> list[int]:
-        """Return the maxima of all ranks' flags. They are sent as bytes, in one message."""
-        if self.group is None:
-            return list(flags)
-        message = _make_tensor(bytes(flags)).to(comm_device(self.group))
-        with name_lost_ranks():
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-        return list(bytes_of(message))
 
 
 def _make_tensor(payload: bytes) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore.observe.files import open_plain
 from mcore.observe.sinks.scalars import is_one_number
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,10 @@ class SpoolContents:
         if "facts" in record:
             self.facts.update(record["facts"])
         for first, last in record.get("arrived", ()):
-            self._num_arrived += last - first + 1
-            if not 0 < first <= last or self._num_arrived > self._num_read:
+            arrived = self._num_arrived + last - first + 1
+            if not 0 < first <= last or arrived > self._num_read:
                 raise ValueError("more metrics have arrived than the file has")
+            self._num_arrived = arrived
             for number in range(first, last + 1):
                 self.entries.pop(number, None)
         if "metrics" in record:
@@ -238,7 +240,7 @@ class SpoolOwner:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+        self._file = open_plain(path, os.O_RDWR | os.O_APPEND)
         try:
             lock(self._file)
         except BlockingIOError:
@@ -278,7 +280,9 @@ class EarlierSpools:
         for path in spool_files(self.folder, self.tracker):
             try:
                 owner = SpoolOwner(path)
-            except (BlockingIOError, FileNotFoundError):
+            except OSError as error:
+                if not isinstance(error, (BlockingIOError, FileNotFoundError)):
+                    logger.warning("cannot send the metrics of an earlier start: %s", error)
                 continue
             if owner.contents.facts.get("run_id") in (None, "", run_id):
                 yield owner
@@ -309,7 +313,7 @@ def _merge_ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 
 def _open_locked(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+    file = open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
     lock(file)
     return file
 

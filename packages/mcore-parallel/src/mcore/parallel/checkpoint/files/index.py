@@ -7,12 +7,13 @@ looked up, and the results are plain records.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -75,7 +76,7 @@ _HARMLESS = (
     pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG,
     pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE,
     pickle.EMPTY_TUPLE, pickle.LIST, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET,
-    pickle.LONG_BINGET, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.LONG_BINGET, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT,
 )  # fmt: skip
 # Those that need more memory than their bytes allow, with the bytes that each may need.
 _COSTS = {
@@ -105,7 +106,9 @@ class _Record:
     __slots__ = ("fields", "name", "state")
 
     def __init__(self, name: _Name) -> None:
-        self.name, self.fields, self.state = name.name, cast("tuple[str, ...]", ()), cast("Any", ())
+        self.name = name.name
+        self.fields: tuple[str, ...] = ()
+        self.state: Any = ()
 
     def get(self, field: str) -> Any:
         return self[field] if field in self.fields else None
@@ -158,12 +161,22 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
 
     def load(self) -> Any:
         """Return the value. The loop of the base class has no bound, and reads through frames."""
+        dispatch, read = self.dispatch, self.read
+        # Nothing here becomes garbage, and looking for it takes half of the time.
+        is_collecting = gc.isenabled()
+        gc.disable()
         try:
             for _ in range(self.steps):
-                self.dispatch[self.read(1)[0]](self)
+                dispatch[read(1)[0]](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined,unused-ignore]
             return stop.value
+        finally:
+            if is_collecting:
+                gc.enable()
         raise pickle.UnpicklingError("it has too many instructions for its size")
+
+    def load_memoize(self) -> None:
+        self.memo.append(self.stack[-1])
 
     def load_frame(self) -> None:
         self.read(8)  # its length, which only matters to readers of streams
@@ -177,13 +190,13 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
 
     def load_newobj(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
-        if type(name) is not _Name or tuple(name) not in _RECORDS or arguments != ():
+        if type(name) is not _Name or name not in _RECORDS or arguments != ():
             _refuse()
         self.stack.append(_Record(name))
 
     def load_reduce(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
-        if type(name) is not _Name or tuple(name) not in _CALLS or type(arguments) is not tuple:
+        if type(name) is not _Name or name not in _CALLS or type(arguments) is not tuple:
             _refuse()
         if name.name == "OrderedDict":
             self.stack.append({})
@@ -229,6 +242,7 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
         **{code[0]: _Interpreter.dispatch[code[0]] for code in _HARMLESS},
         **{code[0]: _bound(_Interpreter.dispatch[code[0]], cost) for code, cost in _COSTS.items()},
         pickle.FRAME[0]: load_frame,
+        pickle.MEMOIZE[0]: load_memoize,
         pickle.NEWOBJ[0]: _bound(load_newobj, _RECORD_COST),
         pickle.REDUCE[0]: load_reduce,
         pickle.BUILD[0]: load_build,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,8 @@ from mcore.parallel.checkpoint.files.pieces import DIGITS, checksum_of
 from mcore.parallel.checkpoint.sharded import Shape
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
     from mcore.parallel.checkpoint.files.places import Place
 
 MANIFEST_FILE = "manifest.json"
@@ -33,10 +35,6 @@ DTYPES = {
     if isinstance(value, torch.dtype)
 }
 """Every dtype by its name in files."""
-_PACKED_PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
-PIECE_BYTES = _PACKED_PIECE.size
-"""The length of a piece in :func:`pack_pieces`."""
-
 _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
@@ -58,32 +56,41 @@ class Piece(NamedTuple):
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
 
 
-def pack_pieces(pieces: Iterable[tuple[int, int, int, str]]) -> bytes:
-    """Pack the pieces of a file for :func:`locate_pieces`, in their order.
-
-    Each is the number of its content, its length, its elements or -1, and its checksum.
-    """
-    return b"".join(
-        [_PACKED_PIECE.pack(*numbers, bytes.fromhex(checksum)) for *numbers, checksum in pieces]
-    )
-
-
-def locate_pieces(name: str, packed: bytes) -> list[tuple[int, Piece]]:
-    """Return the packed pieces of a file in their order, each after its number."""
-    end, located = 0, []
-    for number, length, elements, checksum in _PACKED_PIECE.iter_unpack(packed):
-        at, before = aligned(end), None if elements < 0 else elements
-        located.append((number, Piece(name, at, length, length, checksum.hex(), before, (), ())))
-        end = at + length
-    return located
-
-
 class StoredKey(NamedTuple):
     """A tensor or an object of a checkpoint."""
 
     dtype: torch.dtype | None  # None: an object
     shape: Shape
     pieces: Sequence[Piece]
+
+
+def describe_for_torch(
+    keys: Mapping[str, StoredKey],
+) -> tuple[Metadata, dict[MetadataIndex, tuple[Piece, torch.dtype | None]]]:
+    """Describe keys as torch.distributed.checkpoint does, and return their pieces by its index."""
+    # Imported here: it takes seconds that only a save or load needs.
+    from torch.distributed.checkpoint import metadata as dcp
+
+    described: dict[str, Any] = {}
+    pieces: dict[MetadataIndex, tuple[Piece, torch.dtype | None]] = {}
+    # Shared by the keys, which keeps the pickled index small.
+    size_of = cache(torch.Size)
+    properties_of = cache(lambda dtype: dcp.TensorProperties(dtype=dtype))
+    for name, (dtype, shape, inside) in keys.items():
+        for piece in inside:
+            start = None if dtype is None else piece.start
+            pieces[dcp.MetadataIndex(name, start)] = (piece, dtype)
+        boxes = [(size_of(piece.start), size_of(piece.shape)) for piece in inside]
+        described[name] = (
+            dcp.BytesStorageMetadata()
+            if dtype is None
+            else dcp.TensorStorageMetadata(
+                properties_of(dtype),
+                size_of(shape),
+                [dcp.ChunkStorageMetadata(*box) for box in boxes],
+            )
+        )
+    return dcp.Metadata(described), pieces
 
 
 class Index(NamedTuple):

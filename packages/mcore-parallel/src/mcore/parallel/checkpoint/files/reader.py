@@ -23,10 +23,9 @@ from mcore.parallel.checkpoint.errors import (
 )
 from mcore.parallel.checkpoint.files import pieces, places
 from mcore.parallel.checkpoint.files.index import format_keys, piece_problem
-from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
-from mcore.parallel.checkpoint.files.writer import index_of, metadata_of
+from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey, describe_for_torch
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.torch_compat import file_part
+from mcore.parallel.torch_compat import file_part_type
 
 Verify = Literal["while_reading", "before", False]
 
@@ -59,12 +58,7 @@ class CheckedReader:
         self, directory: places.Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
-        self.metadata = metadata_of(keys)
-        self._pieces = {
-            index_of(name, stored, piece): (piece, stored.dtype)
-            for name, stored in keys.items()
-            for piece in stored.pieces
-        }
+        self.metadata, self._pieces = describe_for_torch(keys)
         self._scratch = pieces.Scratch()
         self.num_bytes, self.num_files = 0, 0  # of the checked plan
         self._device_scratch: pieces.Scratch | None = None
@@ -222,7 +216,7 @@ class CheckedReader:
                 f"{', '.join(wanted.piece.transforms)}. Load it from a copy on a local file system"
             )
         reader = FileSystemReader(self._directory)
-        place = file_part(wanted.piece.file, wanted.piece.at, wanted.piece.length)
+        place = file_part_type()(wanted.piece.file, wanted.piece.at, wanted.piece.length)
         if wanted.piece.transforms:
             place.transform_descriptors = list(wanted.piece.transforms)
         places = {item.storage_index: place for item in wanted.items}

@@ -15,6 +15,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -177,7 +178,8 @@ def load_hf(
         folder: A folder of ``save_pretrained`` or :func:`save_hf`, with an index or one file.
         state: As in :func:`save_hf`, with tensors on real devices.
         mapping: As in :func:`save_hf`.
-        strict: Raise if the folder lacks a tensor. Otherwise the present values stay.
+        strict: Raise if the folder lacks a tensor, with the closest unused name for the mapping.
+            Otherwise the present values stay.
         cast: Cast floating-point tensors to the dtypes of the state. False refuses other dtypes.
         process_group: The ranks that load. None is the world.
 
@@ -212,6 +214,8 @@ def load_hf(
         casts = [f"{one.key!r}: {kind} to {one.dtype}" for one, kind in pairs if kind != one.dtype]
         if casts and not cast:
             raise CheckpointingException(titled_list("casts need cast=True", casts, "tensor"))
+        if strict:
+            _require_names(shards, names, keys)
         return shards, names, left
 
     with name_checkpoint("load", folder):
@@ -256,6 +260,27 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
             shards += rule.cut(shard, local)
             names[key] = rule.listed
     return shards, names, left
+
+
+def _require_names(
+    shards: Iterable[ShardedTensor], names: Mapping[str, list[str]], keys: Mapping[str, StoredKey]
+) -> None:
+    """Raise for tensors that the folder lacks, with the way to name them otherwise."""
+    wanted = {one.key for one in shards if prod(one.global_shape)}
+    pairs = [(key, name) for key in names for name in names[key] if name in wanted - keys.keys()]
+    if not pairs:
+        return
+    key, name = pairs[0]
+    [closest] = get_close_matches(name, [*keys.keys() - wanted], 1, 0) or ["a name in the folder"]
+    title = (
+        "the folder lacks some tensors. If it has them under other names, or in several parts, "
+        f"pass a mapping to these, such as mapping=lambda key: {{{key!r}: {closest!r}}}.get(key, "
+        "key), with an HFTensor for parts. strict=False keeps the present values"
+    )
+    lines = [f"key {key!r} has no tensor {name!r} in the folder" for key, name in pairs]
+    if closest in keys:
+        lines[0] += f". The unused name closest to it is {closest!r}"
+    raise CheckpointingException(titled_list(title, lines, "tensor"))
 
 
 def _make_files(folder: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], limit: int) -> None:

@@ -21,7 +21,7 @@ from mcore.parallel.checkpoint.errors import CheckpointingException, describe_er
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
 from mcore.parallel.checkpoint.selection import Selection
-from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, with_leading_axes
+from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import to_local_if_dtensor
 
@@ -332,9 +332,10 @@ def _make_target(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
             f"key {shard.key!r} is on the meta device. Materialise it before the load, with "
             "module.to_empty(device=...) for instance"
         )
-    _require_fillable(shard.key, to_local_if_dtensor(data))
+    local = to_local_if_dtensor(data).detach()
+    _require_fillable(shard.key, local)
     inside = Target(
-        with_leading_axes(data, shard.prepend_axis_num),
+        local[(None,) * shard.prepend_axis_num + (...,)],
         shard.global_shape,
         shard.global_offset,
         shard.shard_shape,

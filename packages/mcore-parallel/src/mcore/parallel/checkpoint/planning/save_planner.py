@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.manifest import Piece
-from mcore.parallel.checkpoint.files.writer import metadata_of
+from mcore.parallel.checkpoint.files.manifest import Piece, describe_for_torch
 from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.planning.validation import encode_records
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
@@ -52,7 +51,7 @@ class ShardedSavePlanner(planner.SavePlanner):
         self._weights_only = weights_only
         self._entries = entries or Entries([], [], {}, [])
         self._is_coordinator = False
-        self._leaves: dict[dcp.MetadataIndex, staging.Candidate] = {}
+        self._sources: dict[dcp.MetadataIndex, staging.Source] = {}
 
     def set_up_planner(
         self,
@@ -70,15 +69,20 @@ class ShardedSavePlanner(planner.SavePlanner):
         Raises:
             CheckpointingException: A shard that this rank must write has no data.
         """
-        self._leaves = {}
+        self._sources = {}
         items, leaves = [], staging.list_candidates(self._entries)
         for leaf in leaves:
             if isinstance(leaf, staging.CommonValue) and not self._is_coordinator:
                 continue
             if isinstance(leaf, ShardedTensor) and not prod(leaf.local_shape):
                 continue
-            items.append(self._plan_write(leaf))
-            self._leaves[items[-1].index] = leaf
+            if isinstance(leaf, ShardedTensor) and leaf.data is None:
+                raise CheckpointingException(f"{leaf.key!r} {staging.data_problem(None)}")
+            content = staging.take_content(
+                0, leaf, is_copied=False, weights_only=self._weights_only
+            )
+            items.append(_plan_write(leaf, content))
+            self._sources[items[-1].index] = content.source
         described = describe_leaves(
             self._entries, leaves, _SEVERAL, {}, weights_only=self._weights_only
         )._replace(bare=[])
@@ -105,7 +109,7 @@ class ShardedSavePlanner(planner.SavePlanner):
             ]
             for rank in range(len(all_plans))
         ]
-        metadata = metadata_of(plan.name_pieces(located)[0])
+        metadata, _ = describe_for_torch(plan.name_pieces(located)[0])
         metadata.planner_data = plan.merge_paths()
         return [replace(one, planner_data=None) for one in all_plans], metadata
 
@@ -115,29 +119,25 @@ class ShardedSavePlanner(planner.SavePlanner):
 
     def resolve_data(self, write_item: planner.WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor, or the encoded object, of a write item."""
-        leaf = self._leaves[write_item.index]
-        tensor = staging.tensor_of(leaf)
-        if tensor is None:
-            return io.BytesIO(staging.encode_value(leaf, weights_only=self._weights_only))
-        return tensor.resolve_conj().resolve_neg().contiguous()
+        source = self._sources[write_item.index]
+        if not isinstance(source, torch.Tensor):
+            return io.BytesIO(source())
+        return source.resolve_conj().resolve_neg().contiguous()
 
-    def _plan_write(self, leaf: staging.Candidate) -> planner.WriteItem:
-        tensor = staging.tensor_of(leaf)
-        if tensor is None:
-            if isinstance(leaf, ShardedTensor):
-                raise CheckpointingException(f"{leaf.key!r} {staging.data_problem(None)}")
-            return planner.WriteItem(
-                dcp.MetadataIndex(staging.key_of(leaf)), planner.WriteItemType.BYTE_IO
-            )
-        is_shard = isinstance(leaf, ShardedTensor)
-        offset = leaf.global_offset if isinstance(leaf, ShardedTensor) else (0,) * tensor.ndim
-        shape = leaf.global_shape if isinstance(leaf, ShardedTensor) else tensor.shape
-        return planner.WriteItem(
-            index=dcp.MetadataIndex(leaf.key, offset),
-            type=planner.WriteItemType.SHARD if is_shard else planner.WriteItemType.TENSOR,
-            tensor_data=planner.TensorWriteData(
-                chunk=dcp.ChunkStorageMetadata(torch.Size(offset), tensor.size()),
-                properties=dcp.TensorProperties(dtype=tensor.dtype),
-                size=torch.Size(shape),
-            ),
-        )
+
+def _plan_write(leaf: staging.Candidate, content: staging.Content) -> planner.WriteItem:
+    tensor = content.source
+    if not isinstance(tensor, torch.Tensor):
+        return planner.WriteItem(dcp.MetadataIndex(content.key), planner.WriteItemType.BYTE_IO)
+    offset, shape, kind = (0,) * tensor.ndim, tuple(tensor.shape), planner.WriteItemType.TENSOR
+    if isinstance(leaf, ShardedTensor):
+        offset, shape, kind = leaf.global_offset, leaf.global_shape, planner.WriteItemType.SHARD
+    return planner.WriteItem(
+        index=dcp.MetadataIndex(leaf.key, offset),
+        type=kind,
+        tensor_data=planner.TensorWriteData(
+            chunk=dcp.ChunkStorageMetadata(torch.Size(offset), tensor.size()),
+            properties=dcp.TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(shape),
+        ),
+    )

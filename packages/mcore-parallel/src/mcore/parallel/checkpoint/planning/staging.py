@@ -9,8 +9,8 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import xxhash
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import is_storable
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
-from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica, with_leading_axes
+from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
@@ -31,65 +31,107 @@ DIGEST_BYTES = 8
 _BUFFER_BYTES = 256 << 20
 _PIECE_BYTES = _BUFFER_BYTES // 4  # several, so that the host empties one while another is filled
 _ALIGNMENT = 64
+PART_BYTES = 1 << 20  # the least size of a part of a tensor that all ranks hold
+_EVEN_ROWS = 16  # of a part: with fewer, parts of one row more or less differ much
 
 
 class CommonValue(NamedTuple):
-    """A leaf that one rank writes for all that have it."""
+    """A leaf, or a part of a tensor, that one rank writes for all that have it."""
 
     key: str
     value: Any
-
-
-class EncodedValue(NamedTuple):
-    """A leaf that is no tensor, as the bytes that are stored."""
-
-    key: str
-    content: bytes
+    start: Shape = ()
+    shape: Shape | None = None  # of the part, None for all
 
 
 Candidate = ShardedTensor | ShardedObject | CommonValue
-Leaf = Candidate | EncodedValue
+Source = torch.Tensor | Callable[[], bytes]
 
 
-def list_candidates(entries: Entries) -> list[Candidate]:
-    """List the leaves that a rank may write: shards, objects, then common leaves."""
+class Content(NamedTuple):
+    """A leaf to write: a plain tensor, or a function that returns the stored bytes."""
+
+    number: int
+    key: str
+    source: Source
+
+
+def list_candidates(entries: Entries, size: int = 1) -> list[Candidate]:
+    """List the leaves that one of ``size`` ranks may write: shards, objects, then common leaves.
+
+    A large common tensor has a part for each rank. All ranks cut it alike.
+    """
     shards = [one for _, one in entries.tensors if is_main_replica(one.replica_id)]
     objects = [one for _, one in entries.objects if is_main_replica(one.replica_id)]
-    common = [CommonValue(name, value) for name, (_, value) in entries.common.items()]
-    return [*shards, *objects, *(one for one in common if one.key not in entries.merged)]
+    common: list[CommonValue] = []
+    for name, (_, value) in entries.common.items():
+        if name in entries.merged:
+            continue
+        if isinstance(value, torch.Tensor):
+            num_parts = min(size, prod(value.shape) * value.dtype.itemsize // PART_BYTES)
+            boxes = _cut_boxes(tuple(value.shape), num_parts)
+            common += [CommonValue(name, value, *box) for box in boxes]
+        else:
+            common.append(CommonValue(name, value))
+    return [*shards, *objects, *common]
 
 
-def key_of(leaf: Leaf) -> str:
-    """Return the key under which a leaf is stored."""
-    return leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
+def _cut_boxes(shape: Shape, count: int) -> list[tuple[Shape, Shape]]:
+    """Cut a tensor along an axis into parts of about equal size. Each has an offset and a shape."""
+    if count < 2:
+        return [((0,) * len(shape), shape)]
+    longest = max(range(len(shape)), key=shape.__getitem__)
+    # The first axis that is long enough, since parts along it are whole runs of memory.
+    wide = (axis for axis, length in enumerate(shape) if length >= count * _EVEN_ROWS)
+    axis = next(wide, longest)
+    ends = [shape[axis] * number // count for number in range(count + 1)]
+    before, after = shape[:axis], shape[axis + 1 :]
+    return [
+        ((0,) * axis + (start,) + (0,) * len(after), (*before, end - start, *after))
+        for start, end in pairwise(ends)
+        if start < end
+    ]
 
 
-def tensor_of(leaf: Leaf) -> torch.Tensor | None:
-    """Return the plain local tensor of a leaf, None for other values."""
+def tensor_of(leaf: Candidate) -> torch.Tensor | None:
+    """Return the plain local tensor of a leaf, detached, None for other values."""
     if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-        return with_leading_axes(leaf.data, leaf.prepend_axis_num).as_subclass(torch.Tensor)
-    value = leaf.value if isinstance(leaf, CommonValue) else None
-    return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else None
+        local = to_local_if_dtensor(leaf.data).detach().as_subclass(torch.Tensor)
+        return local[(None,) * leaf.prepend_axis_num + (...,)]
+    if not isinstance(leaf, CommonValue) or not isinstance(leaf.value, torch.Tensor):
+        return None
+    tensor = leaf.value.detach().as_subclass(torch.Tensor)
+    for axis, length in enumerate(leaf.shape or ()):
+        if length != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, leaf.start[axis], length)
+    return tensor
 
 
-def encode_value(leaf: Leaf, *, weights_only: bool) -> bytes:
-    """Return the stored bytes of a leaf that is no tensor."""
+def take_content(number: int, leaf: Candidate, *, is_copied: bool, weights_only: bool) -> Content:
+    """Return a leaf as it is written. If asked, copy it, or start to copy it, to the CPU."""
+    if (tensor := tensor_of(leaf)) is not None:
+        return Content(number, leaf.key, start_host_copy(tensor) if is_copied else tensor)
     if isinstance(leaf, ShardedObject):
-        return leaf.encode(weights_only=weights_only)
-    if isinstance(leaf, EncodedValue):
-        return leaf.content
-    return serialize(leaf.key, leaf.value, weights_only=weights_only)  # type: ignore[union-attr]
+        key, encode = leaf.unique_key, partial(leaf.encode, weights_only=weights_only)
+    else:
+        # A tensor without data was refused.
+        key, encode = leaf.key, partial(serialize, leaf.key, leaf.value, weights_only=weights_only)  # type: ignore[union-attr]
+    if is_copied:
+        encode = partial(bytes, encode())
+    return Content(number, key, encode)
 
 
 def reject_unsavable(leaves: Iterable[Candidate]) -> None:
     """Raise CheckpointingException for tensors that cannot be written."""
-    tensors: list[tuple[str, torch.Tensor | None]] = []
+    problems = []
     for leaf in leaves:
-        if isinstance(leaf, ShardedTensor) and prod(leaf.local_shape) > 0:
-            tensors.append((leaf.key, leaf.data))
-        elif isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
-            tensors.append((leaf.key, leaf.value))
-    problems = [f"{name!r} {text}" for name, data in tensors if (text := data_problem(data))]
+        if isinstance(leaf, ShardedTensor):
+            data, is_written = leaf.data, prod(leaf.local_shape) > 0
+        else:
+            data = getattr(leaf, "value", None)
+            is_written = isinstance(data, torch.Tensor)
+        if is_written and (text := data_problem(data)):
+            problems.append(f"{leaf.key!r} {text}")
     if problems:
         raise CheckpointingException(titled_list("some tensors cannot be saved", problems))
 
@@ -115,15 +157,6 @@ def data_problem(data: torch.Tensor | None) -> str | None:
     return None
 
 
-def stage_leaf(leaf: Candidate, *, weights_only: bool) -> Leaf:
-    """Copy a leaf that this rank writes, or start to copy it, to the CPU."""
-    if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-        return replace(leaf, data=start_host_copy(to_local_if_dtensor(leaf.data)))
-    if isinstance(leaf, CommonValue) and isinstance(leaf.value, torch.Tensor):
-        return CommonValue(leaf.key, start_host_copy(leaf.value))
-    return EncodedValue(key_of(leaf), encode_value(leaf, weights_only=weights_only))
-
-
 def digest_of(value: Any) -> bytes:
     """Return 8 bytes that depend on type and content, not on dict order or hash seeds."""
     hasher = xxhash.xxh3_64(f"<{type(value).__name__}>".encode())
@@ -134,15 +167,9 @@ def digest_of(value: Any) -> bytes:
                 hasher.update(digest_of(getattr(value, name)))
         elif not value.is_meta:
             hasher.update(memory_of(row_major_on_cpu(value)))
-    elif isinstance(value, Mapping):
-        for entry in sorted(digest_of(key) + digest_of(item) for key, item in value.items()):
-            hasher.update(entry)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            hasher.update(digest_of(item))
-    elif isinstance(value, set | frozenset):
-        for entry in sorted(map(digest_of, value)):
-            hasher.update(entry)
+    elif isinstance(value, Mapping | set | frozenset | list | tuple):
+        parts = list(map(digest_of, value.items() if isinstance(value, Mapping) else value))
+        hasher.update(b"".join(parts if isinstance(value, list | tuple) else sorted(parts)))
     elif isinstance(value, bytes | bytearray):
         hasher.update(bytes(value))
     elif value is None or isinstance(value, bool | int | float | complex | str):
@@ -233,35 +260,24 @@ def start_host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return _ring.start(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
-def put_values_first(leaves: Iterable[tuple[int, Leaf]]) -> list[tuple[int, Leaf]]:
-    """Return numbered leaves in the order in which a file has them."""
-
-    def is_tensor(numbered: tuple[int, Leaf]) -> bool:
-        leaf = numbered[1]
-        value = leaf.data if isinstance(leaf, ShardedTensor) else getattr(leaf, "value", None)
-        return isinstance(value, torch.Tensor)
-
-    return sorted(leaves, key=is_tensor)
-
-
-def start_content(leaf: Leaf, *, weights_only: bool) -> Callable[[], torch.Tensor | bytes]:
-    """Start copying a leaf to the CPU. The returned function waits for it.
+def start_content(source: Source) -> Callable[[], torch.Tensor | bytes]:
+    """Start copying a content to the CPU. The returned function waits for it.
 
     It returns stored bytes, or a contiguous tensor that is alone in its storage.
     """
-    tensor = tensor_of(leaf)
-    if tensor is None:
-        return partial(encode_value, leaf, weights_only=weights_only)
-    plain, is_alone = tensor.resolve_conj().resolve_neg().contiguous(), True
+    if not isinstance(source, torch.Tensor):
+        return source
+    plain = source.resolve_conj().resolve_neg().contiguous()
     if not plain.is_cpu:
         plain = start_host_copy(plain)
-    else:
-        # torch.save writes whole storages, so a view is copied to a storage of its size.
-        is_alone = plain.untyped_storage().nbytes() == prod(plain.shape) * plain.itemsize
+    elif plain.nbytes and plain.untyped_storage().nbytes() != plain.nbytes:
+        # torch.save writes whole storages, so a view becomes a storage of its size, not copied.
+        alone = torch.frombuffer(memory_of(plain), dtype=torch.uint8)
+        plain = alone.view(plain.dtype).view(plain.shape)
     number = _ring.num_started
 
     def finish() -> torch.Tensor:
         _ring.finish(number)  # an asynchronous save has started the copy earlier
-        return plain if is_alone else plain.clone()
+        return plain
 
     return finish

@@ -6,7 +6,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import is_inside
 from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import team_of
@@ -56,8 +57,8 @@ class ShardRecord(NamedTuple):
         return f"dtype {self.dtype} shape {self.global_shape}" if self.dtype else "no tensor"
 
     def count_bytes(self) -> int:
-        """Return the size of the shard."""
-        itemsize: int = getattr(torch, self.dtype).itemsize
+        """Return the size of the shard, 0 if it is no tensor."""
+        itemsize: int = getattr(torch, self.dtype).itemsize if self.dtype else 0
         return prod(self.shard_shape) * itemsize
 
 
@@ -189,15 +190,18 @@ def describe_entries(entries: Entries, *, is_first: bool = True) -> list[ShardRe
             written.append(record)
         else:
             unwritten[record._replace(is_written=False, global_offset=(), shard_shape=())] = None
-    for name, (_, value) in entries.common.items() if is_first else ():
-        if isinstance(value, torch.Tensor):
-            dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-            written.append(
-                ShardRecord("common", name, True, dtype, shape, (0,) * len(shape), shape)
-            )
-        elif name not in entries.merged:
-            written.append(ShardRecord("common", name, True))
+    for leaf in staging.list_candidates(entries) if is_first else ():
+        if isinstance(leaf, staging.CommonValue):
+            written.append(describe_common(leaf))
     return written + list(unwritten)
+
+
+def describe_common(leaf: staging.CommonValue) -> ShardRecord:
+    """Return the record of a common leaf, or of a part of it."""
+    if leaf.shape is None:
+        return ShardRecord("common", leaf.key, True)
+    dtype, shape = str(leaf.value.dtype).removeprefix("torch."), tuple(leaf.value.shape)
+    return ShardRecord("common", leaf.key, True, dtype, shape, leaf.start, leaf.shape)
 
 
 def encode_records(records: Sequence[ShardRecord]) -> bytes:
@@ -248,7 +252,7 @@ def _find_object_problems(records: list[RankedRecord]) -> list[str]:
     different = _find_differences(records, ("global_shape",))
     if different:
         return different
-    problems = _find_repeated(records, lambda record: f"object {record.global_offset}")
+    problems = _find_repeated(records)
     places = {record.global_offset for _, record in records if record.is_written}
     total = prod(records[0][1].global_shape)
     if len(places) != total:
@@ -277,9 +281,7 @@ def find_different(items: Iterable[tuple[int, str, Any]]) -> dict[str, dict[Any,
 
 def _find_writer_problems(records: list[RankedRecord]) -> list[str]:
     filled = [(rank, one) for rank, one in records if one.is_written and prod(one.shard_shape) > 0]
-    problems = _find_repeated(
-        filled, lambda shard: f"shard, offset {shard.global_offset} shape {shard.shard_shape}"
-    )
+    problems = _find_repeated(filled)
     owners = {(shard.global_offset, shard.shard_shape): rank for rank, shard in filled}
     places = sorted(owners)
     for first, second in overlapping_pairs(places):
@@ -297,22 +299,20 @@ def _find_writer_problems(records: list[RankedRecord]) -> list[str]:
     return problems
 
 
-def _find_repeated(
-    records: list[RankedRecord], describe: Callable[[ShardRecord], str]
-) -> list[str]:
+def _find_repeated(records: list[RankedRecord]) -> list[str]:
     """Report boxes that more than one record writes."""
     writers: dict[Box, list[int]] = {}
-    sample: dict[Box, ShardRecord] = {}
     for rank, record in records:
         if record.is_written:
             place = (record.global_offset, record.shard_shape)
             writers.setdefault(place, []).append(rank)
-            sample[place] = record
+    is_tensor = any(record.dtype for _, record in records)
     return [
-        f"{_format_ranks(writers[place])} write the same {describe(sample[place])}. Give all but "
-        "one a replica_id other than 0"
-        for place in sorted(writers)
-        if len(writers[place]) > 1
+        f"{_format_ranks(ranks)} write the same "
+        + (f"shard, offset {offset} shape {shape}" if is_tensor else f"object {offset}")
+        + ". Give all but one a replica_id other than 0"
+        for (offset, shape), ranks in sorted(writers.items())
+        if len(ranks) > 1
     ]
 
 

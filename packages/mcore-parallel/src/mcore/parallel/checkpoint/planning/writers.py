@@ -6,7 +6,8 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from heapq import heapreplace
 from io import BytesIO
 from math import prod
 from typing import Any, NamedTuple
@@ -16,9 +17,8 @@ from mcore.parallel.checkpoint.files.manifest import DTYPES, Piece, StoredKey
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.planning import staging, validation
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
-from mcore.parallel.checkpoint.state_tree import Entries, Path, Role, is_bare, named_paths
+from mcore.parallel.checkpoint.state_tree import MESH_SIZE, Entries, Path, Role, named_paths
 from mcore.parallel.shortened import ranks_text, titled_list
-from mcore.tensor.dtensor import is_dtensor
 
 _DISAGREEING = (
     "states of the optimizer that are no tensors differ between ranks, and only one of them could "
@@ -65,17 +65,27 @@ def describe_leaves(
     weights_only: bool = True,
 ) -> Description:
     """Describe the leaves of one of ``size`` ranks, also as candidates. No communication."""
-    records = validation.describe_entries(entries)
+    records = validation.describe_entries(entries, is_first=False)
+    written = [one for one in records if one.is_written]
+    others = [one for one in records if not one.is_written]
+    common = [
+        validation.describe_common(one) for one in leaves if isinstance(one, staging.CommonValue)
+    ]
+    bare = [
+        number
+        for number, one in enumerate(leaves)
+        if isinstance(one, ShardedTensor)
+        and getattr(one, MESH_SIZE, size) < size
+        and prod(one.local_shape)
+    ]
     values = {name: value for name, (_, value) in entries.common.items() if size > 1}
     return Description(
         dict(facts),
-        validation.encode_records(
-            [one for one in records if one.is_written and one.kind != "common"]
-        ),
-        validation.encode_records([one for one in records if not one.is_written]),
-        validation.encode_records([one for one in records if one.kind == "common"]),
+        validation.encode_records(written),
+        validation.encode_records(others),
+        validation.encode_records(common),
         [one.unique_key for one in leaves if isinstance(one, ShardedObject)],
-        [number for number, one in enumerate(leaves) if _may_be_shared(one, size)],
+        bare,
         _pack({name: staging.digest_of(value).hex() for name, value in values.items()}),
         _pack(entries.roles),
         {
@@ -85,12 +95,6 @@ def describe_leaves(
         _pack(_digest_replicas(entries) if check_replicas and size > 1 else {}),
         _pack(list(named_paths(entries))),
     )
-
-
-def _may_be_shared(leaf: staging.Candidate, size: int) -> bool:
-    if not isinstance(leaf, ShardedTensor) or not is_bare(leaf) or not prod(leaf.local_shape):
-        return False
-    return (leaf.data.device_mesh.size() if is_dtensor(leaf.data) else 1) < size
 
 
 def _digest_replicas(entries: Entries) -> dict[str, str]:
@@ -142,18 +146,22 @@ class GlobalPlan:
     """
 
     def __init__(self, ranks: Sequence[Description]) -> None:
-        _require_equal_facts([rank.facts for rank in ranks])
+        facts = [(n, name, rank.facts[name]) for n, rank in enumerate(ranks) for name in rank.facts]
+        for name, values in validation.find_different(facts).items():
+            shown = "; ".join(f"{fact} on {ranks_text(some)}" for fact, some in values.items())
+            raise CheckpointingException(
+                f"the ranks were given different {name}: {shown}. Pass the same {name} everywhere"
+            )
         replicas = [(number, _unpack(rank.replicas)) for number, rank in enumerate(ranks)]
-        _require_equal_content((n, name, one[name]) for n, one in replicas for name in one)
+        _require_equal_content([(n, name, one[name]) for n, one in replicas for name in one])
         self._ranks = ranks
         packed = {one for rank in ranks for one in (rank.written, rank.common)}
         unpacked = {one: validation.decode_records(one) for one in packed}
         self._shards = [unpacked[rank.written] for rank in ranks]
         self._common = [unpacked[rank.common] for rank in ranks]
         digests = [_unpack(one) for one in {rank.digests for rank in ranks}]
-        different = validation.find_different(
-            (0, name, one[name]) for one in digests for name in one
-        )
+        contents = [(0, name, one[name]) for one in digests for name in one]
+        different = validation.find_different(contents)
         roles: dict[str, set[str]] = {}
         for packed_roles in {rank.roles for rank in ranks}:
             for name, role in _unpack(packed_roles).items():
@@ -163,12 +171,21 @@ class GlobalPlan:
             raise CheckpointingException(titled_list(_DISAGREEING, disagreeing, "state"))
         self._left_out = {name for name, found in roles.items() if found == {Role.LEFT_OUT}}
         self._per_rank = {name for name in different if Role.PER_RANK in roles.get(name, ())}
-        self.merged = _merge_values(ranks)
+        merges: dict[str, tuple[Any, list[Any]]] = {}
+        for rank in ranks:
+            for name, (merge, content) in rank.merged.items():
+                value = ShardedObject.decode(BytesIO(content), weights_only=False)
+                merges.setdefault(name, (merge, []))[1].append(value)
+        self.merged = [
+            staging.CommonValue(name, merge(found))
+            for name, (merge, found) in sorted(merges.items())
+        ]
         if names := sorted(different.keys() - roles.keys() - {one.key for one in self.merged}):
             warnings.warn(titled_list(_DIFFERENT_VALUES, names, "key"), stacklevel=3)
         self.flags = [bytearray([WRITTEN] * len(records)) for records in self._shards]
+        self._load = [0] * len(ranks)  # bytes of leaves that several ranks have, by writer
         self._share_bare_shards()
-        self._assign_common()
+        self._assign_common(different.keys())
 
     def _share_bare_shards(self) -> None:
         """Let one rank write each shard that several hold."""
@@ -178,36 +195,63 @@ class GlobalPlan:
                 holders.setdefault(self._shards[rank][number], []).append((rank, number))
         shared = {record: found for record, found in holders.items() if len(found) > 1}
         # Greedy balance: the largest shard first, each to the holder with the fewest bytes so far.
-        load = [0] * len(self._ranks)
         for record in sorted(shared, key=validation.ShardRecord.count_bytes, reverse=True):
-            writer = min(shared[record], key=lambda holder: load[holder[0]])
-            load[writer[0]] += record.count_bytes()
+            writer = min(shared[record], key=lambda holder: self._load[holder[0]])
+            self._load[writer[0]] += record.count_bytes()
             for rank, number in shared[record]:
                 is_writer = (rank, number) == writer
                 self.flags[rank][number] = COMPARED | WRITTEN if is_writer else COMPARED
 
-    def _assign_common(self) -> None:
-        """Let the first rank that has a common leaf write it. Tensors must be alike."""
-        found: dict[str, tuple[int, validation.ShardRecord]] = {}
-        problems: dict[str, str] = {}
-        for rank, records in enumerate(self._common):
-            for record in records:
-                first, other = found.setdefault(record.key, (rank, record))
-                if record.key in self._per_rank or record.key in self._left_out:
-                    self.flags[rank].append(PER_RANK if record.key in self._per_rank else 0)
-                    continue
-                self.flags[rank].append(WRITTEN if first == rank else 0)
-                if other != record and record.key not in problems:
-                    kinds = (
-                        f"{other.describe()} on rank {first}, {record.describe()} on rank {rank}"
-                    )
-                    problems[record.key] = f"{record.key!r}: {kinds}"
-        if problems:
+    def _assign_common(self, different: Collection[str]) -> None:
+        """Choose the writer of each common leaf: the first rank that has it.
+
+        Equal tensors are spread if the first rank would write much more than another.
+        """
+        ranks_of: dict[bytes, list[int]] = {}  # those with the same leaves
+        for rank, description in enumerate(self._ranks):
+            ranks_of.setdefault(description.common, []).append(rank)
+        kinds: list[tuple[int, str, validation.ShardRecord]] = []
+        holders: dict[validation.ShardRecord, list[tuple[bytes, int]]] = {}
+        for packed, ranks in ranks_of.items():
+            flags = bytearray()
+            for number, record in enumerate(self._common[ranks[0]]):
+                # The first part is written as an object with all of the tensor.
+                is_object = record.key in self._per_rank and not any(record.global_offset)
+                flags.append(PER_RANK if is_object else 0)
+                if record.key not in self._per_rank | self._left_out:
+                    holders.setdefault(record, []).append((packed, number))
+                    kind = record._replace(global_offset=(), shard_shape=())
+                    kinds.append((ranks[0], record.key, kind))
+            for rank in ranks:
+                self.flags[rank] += flags
+        if problems := [
+            f"{key!r}: "
+            + ", ".join(f"{kind.describe()} on rank {found[kind][0]}" for kind in found)
+            for key, found in validation.find_different(kinds).items()
+        ]:
             title = (
                 "ranks hold different things under one key, of which only one could be saved. Give "
                 "each a separate key, or describe shards by ShardedTensor"
             )
-            raise CheckpointingException(titled_list(title, list(problems.values())))
+            raise CheckpointingException(titled_list(title, problems))
+        queues = {packed: [(0, rank) for rank in ranks] for packed, ranks in ranks_of.items()}
+        for record in sorted(holders, key=validation.ShardRecord.count_bytes, reverse=True):
+            packed, number = holders[record][0]
+            writer = ranks_of[packed][0]
+            if record.dtype and record.key not in different:
+                # The rank with the fewest bytes so far, over all that have the tensor.
+                lowest = [(*self._find_idle(queues[one]), at) for one, at in holders[record]]
+                num_bytes, idle, place = min(lowest)
+                if self._load[writer] >= num_bytes + staging.PART_BYTES:
+                    writer, number = idle, place
+            self._load[writer] += record.count_bytes()
+            self.flags[writer][len(self._shards[writer]) + number] = WRITTEN
+
+    def _find_idle(self, queue: list[tuple[int, int]]) -> tuple[int, int]:
+        """Return the fewest bytes that a rank in a heap writes so far, and the rank."""
+        while (num_bytes := self._load[queue[0][1]]) != queue[0][0]:
+            heapreplace(queue, (num_bytes, queue[0][1]))
+        return queue[0]
 
     def require_whole(self) -> None:
         """Raise CheckpointingException if the shards of all ranks do not make whole tensors."""
@@ -305,42 +349,21 @@ class GlobalPlan:
                 key = sys.intern(name)
                 if paths.setdefault(key, path) != path or ".".join(map(str, path)) != key:
                     paths[key] = (key,)
-        for name in self._left_out:
+        for name in self._left_out | self._per_rank:
             del paths[name]
         for name in self._per_rank:
-            del paths[name]
             for rank in range(len(self._ranks)):
                 stored = ShardedObject(name, None, (len(self._ranks),), (rank,))
                 paths[stored.unique_key] = (stored.unique_key,)
         return paths
 
 
-def _require_equal_facts(ranks: Sequence[Mapping[str, str]]) -> None:
-    given = [(rank, name, facts[name]) for rank, facts in enumerate(ranks) for name in facts]
-    for name, values in validation.find_different(given).items():
-        shown = "; ".join(f"{fact} on {ranks_text(some)}" for fact, some in values.items())
-        raise CheckpointingException(
-            f"the ranks were given different {name}: {shown}. Pass the same {name} everywhere"
-        )
-
-
-def _require_equal_content(digests: Iterable[tuple[int, str, Any]]) -> None:
+def _require_equal_content(digests: Sequence[tuple[int, str, Any]]) -> None:
     """Raise if the digests of one name, each with its rank, differ."""
+    different = validation.find_different(digests) if digests else {}
     problems = [
         f"{name}: {' and '.join(map(ranks_text, by_digest.values()))}"
-        for name, by_digest in sorted(validation.find_different(digests).items())
+        for name, by_digest in sorted(different.items())
     ]
     if problems:
         raise CheckpointingException(titled_list(_DIFFERENT_CONTENT, problems, "key"))
-
-
-def _merge_values(ranks: Sequence[Description]) -> list[staging.CommonValue]:
-    """Make one value of the values of all ranks, for each leaf that has a function for it."""
-    values: dict[str, tuple[Any, list[Any]]] = {}
-    for rank in ranks:
-        for name, (merge, packed) in rank.merged.items():
-            value = ShardedObject.decode(BytesIO(packed), weights_only=False)
-            values.setdefault(name, (merge, []))[1].append(value)
-    return [
-        staging.CommonValue(name, merge(found)) for name, (merge, found) in sorted(values.items())
-    ]

@@ -83,7 +83,7 @@ def map_tensors(node: Any, key: str, change: Callable[[str, torch.Tensor], Any])
 def _split_tensors(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Replace large tensors by tensors on the meta device, and return the large ones by key.
 
-    They are then written and read one after the other, as those of a model are.
+    They are then written and read one after the other, like the tensors of a model.
     """
     found: list[tuple[str, torch.Tensor]] = []
     map_tensors(value, name, lambda key, one: found.append((key, one)))
@@ -103,10 +103,7 @@ def find_stored_tensors(
     for name, value in values.items():
         stored: dict[str, torch.Tensor] = {}
         map_tensors(value, name, stored.setdefault)
-        present: dict[str, torch.Tensor] = {}
-        state = state_of(name, more[name]) if name in more else None
-        if isinstance(state, OneLeaf):
-            map_tensors(state.value, name, present.setdefault)
+        present = _list_present(name, more)
         for key, one in stored.items():
             of_rank = ShardedObject(key, None, (team.size,), (team.rank,))
             target = present.get(key)
@@ -127,14 +124,35 @@ def find_stored_tensors(
     return targets, others
 
 
-def join_tensors(values: Mapping[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return values with their loaded tensors, and without values whose tensors are not loaded."""
+def _list_present(name: str, more: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that a value in ``more`` has now, by key."""
+    present: dict[str, torch.Tensor] = {}
+    state = state_of(name, more[name]) if name in more else None
+    if isinstance(state, OneLeaf):
+        map_tensors(state.value, name, present.setdefault)
+    return present
+
+
+def join_tensors(
+    values: Mapping[str, Any], loaded: dict[str, Any], more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return values with their loaded tensors, and without values whose tensors are not loaded.
+
+    Small tensors, which were read with their value, are copied into those of ``more``.
+    """
     lacking: set[str] = set()
+    present = {key: one for name in values for key, one in _list_present(name, more).items()}
 
     def put(key: str, stored: torch.Tensor) -> Any:
-        found = loaded.pop(key, stored)
+        found, target = loaded.pop(key, stored), present.get(key)
         if found.is_meta:
             lacking.add(key.split(".")[0])
+        elif (
+            (found is stored and target is not None and not target.is_meta)
+            and (target.shape, target.dtype) == (found.shape, found.dtype)
+        ):  # fmt: skip
+            target.detach().copy_(found)
+            return target
         return found
 
     joined = {name: map_tensors(value, name, put) for name, value in values.items()}

@@ -12,6 +12,7 @@ from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import StoredKey
 from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.run_state import optimizer_entries
+from mcore.parallel.checkpoint.run_state.extra_values import map_tensors
 from mcore.parallel.checkpoint.run_state.model_state import ModelState
 from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.state_tree import OneLeaf, Role, bare_shard, contains
@@ -327,10 +328,12 @@ def _is_plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _unwrap(value: Any, parameter: _Parameter) -> Any:
-    """Return a loaded state. A tensor subclass is moved to the device of its parameter."""
+    """Return a loaded state. Subclasses, and tensors in lists, move to the parameter's device."""
+    if isinstance(value, torch.Tensor):
+        return value
     if isinstance(value, dict) and value.keys() == {_SUBCLASS}:
-        return value[_SUBCLASS].to(parameter.value.device)
-    return value
+        value = value[_SUBCLASS]
+    return map_tensors(value, "", lambda _, one: one.to(parameter.value.device))
 
 
 def _find_known_names(parameter: _Parameter, options: Mapping[str, Any]) -> list[str]:

@@ -307,7 +307,7 @@ class _Run:
             states = {**loaded["optimizer"], GROUPS: values["optimizer"][GROUPS]}
             self.optimizers.take_back(states, values.get(extra_values.OPTIMIZER_ENTRIES) or ())
         known = {"model", "optimizer", extra_values.RANDOM_STATE, extra_values.OPTIMIZER_ENTRIES}
-        every = {**extra_values.join_tensors(values, loaded), **loaded}
+        every = {**extra_values.join_tensors(values, loaded, self._more), **loaded}
         found = {name: value for name, value in sorted(every.items()) if name not in known}
         for name in found.keys() & self._more.keys():
             if name in self._inner:
