@@ -39,7 +39,8 @@ It cannot find a rank that was slow for fewer than three reports, or in less tha
 same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
 change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
 recognised only after about 30 reports. Of the first 24 reports of 8 ranks with such noise (5 %, of
-which 90 % remain in the next report), 110 in 1,000 name a healthy rank, and 20 of 2 ranks.
+which 90 % remain in the next report), 110 in 1,000 name a healthy rank, and 20 of 2 ranks. A rank
+has then only two or three independent values: too few to measure how long the noise lasts.
 """
 
 from __future__ import annotations
