@@ -182,3 +182,17 @@ def test_the_installed_are_read_once_for_a_package(
     assert owner_version("foreignpkg") == Version("7.1")
     monkeypatch.setattr("importlib.metadata.distributions", list)
     assert owner_version("foreignpkg") == Version("7.1")
+
+
+def test_a_script_has_no_owner_although_a_distribution_installed_a_main_module(
+    install: Callable[..., Path],
+) -> None:
+    info = install("carelessly-packaged", "7.1")
+    (info / "RECORD").write_text("__main__.py,,\n")
+    assert owner_version("__main__") is None
+
+
+def test_a_lifetime_of_no_release_ends_with_the_next_one() -> None:
+    assert not has_expired(Version("0.1.0"), Version("0.1.9"), 0)
+    assert has_expired(Version("0.1.0"), Version("0.2.0"), 0)
+    experimental_fn("0.1.0", max_lifetime=0)  # accepted

@@ -78,7 +78,7 @@ def test_this_package() -> None:
     assert package_state("mcore.versioning", "mcore-versioning").version == __version__
     assert package_state("mcore.no_such_part", "mcore-no-such-part").version is None
     assert package_state("no_such_parent.child", "no-such").version is None
-    assert package_state("mcore.versioning.config.child", "no-such").version is None
+    assert package_state("mcore.versioning.config.child", "no-such") == PackageState("no-such")
 
 
 def test_reason_is_part_of_the_text() -> None:
@@ -128,6 +128,29 @@ def test_file_that_shadows_the_installed_module(
 def test_editable_installation_shadows_nothing(install: Install, site: Path) -> None:
     install("some-lib", "1.2")
     (site / "some_lib.py").write_text("")
+    assert package_state("some_lib", "some-lib").version == "1.2"
+
+
+@pytest.mark.parametrize("file", ["some_lib.pth", "some_lib.pyi"])
+def test_files_that_are_no_modules_shadow_nothing(file: str, install: Install, site: Path) -> None:
+    info = install("some-lib", "1.2")
+    (info / "RECORD").write_text(f"{file},,\n")
+    (site / file).write_text("")
+    (site / "some_lib").mkdir()
+    (site / "some_lib" / "__init__.py").write_text("")
+    assert package_state("some_lib", "some-lib").version == "1.2"
+
+
+def test_a_source_with_null_bytes_has_no_version(site: Path) -> None:
+    (site / "some_lib.py").write_bytes(b"__version__ = '1.2'\n\0")
+    reason = package_state("some_lib", "some-lib").reason
+    assert reason is not None
+    assert "no metadata and no readable version" in reason
+
+
+def test_a_pre_release_meets_a_requirement_that_excludes_its_release(install: Install) -> None:
+    install("some-base", "2.9.0a1")
+    install("some-lib", "1.2", module="some_lib", metadata="Requires-Dist: some-base!=2.9.0")
     assert package_state("some_lib", "some-lib").version == "1.2"
 
 

@@ -169,6 +169,28 @@ def test_package_that_is_blocked_after_it_was_found(monkeypatch: pytest.MonkeyPa
         v.get_fa_version()
 
 
+class EqualToAll(str):
+    """A text that equals any other, as versions of some libraries equal other spellings."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def test_an_equal_version_of_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    for text in ("1.0", "3.0", "1.0"):
+        module = types.ModuleType("flash_attn")
+        module.__version__ = EqualToAll(text)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+        answers += [v.is_fa_min_version("2.0"), v.is_fa_min_version("2.0")]
+    assert answers == [False, False, True, True, False, False]
+
+
 def test_module_that_is_replaced_after_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7"))
     assert v.is_fa_min_version("2.0") is True

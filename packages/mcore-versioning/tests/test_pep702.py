@@ -101,3 +101,12 @@ def test_property_in_the_order_that_type_checkers_accept(standard: Any) -> None:
     assert _caught(lambda: setattr(layer, "size", 3)) == [get_deprecation(Layer.size).message]
     assert _caught(lambda: layer.size) == []
     assert layer.size == 3
+
+
+@pytest.mark.parametrize("standard", STANDARD)
+def test_another_text_between_two_of_ours_is_reported(standard: Any) -> None:
+    def old() -> None: ...
+
+    marked = standard("Another text.", category=None)(deprecated("1.0.0")(old))
+    with pytest.raises(ValueError, match=r"has the text 'Another text\.'"):
+        deprecated("1.0.0", alternative="new")(marked)

@@ -149,10 +149,11 @@ def _find_shadowing(
         if file.suffix in _MODULE_SUFFIXES
         and file.parent / file.name.partition(".")[0] in (path, path / "__init__")
     }
-    if own_files and spec.has_location and Path(_get_location(spec)).resolve() not in own_files:
+    first = min(own_files, default=None)
+    if first and spec.has_location and Path(_get_location(spec)).resolve() not in own_files:
         yield (
             f"{module} is found at {_get_location(spec)}, in front of the installed version "
-            f"{version} at {min(own_files)}"
+            f"{version} at {first}"
         )
 
 
@@ -184,8 +185,7 @@ def _check_requirements(
     for text in installed.requires or ():
         try:
             requirement = Requirement(text)
-            # A marker that mentions extras needs a value for "extra": none was requested.
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            applies = requirement.marker is None or requirement.marker.evaluate()
         except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
             continue
         is_watched = names is None or canonicalize_name(requirement.name) in names
