@@ -11,7 +11,6 @@ import pytest
 
 from mcore.observe.runs import Run
 from rank_testing import free_port
-from standin.guard import find_problem
 
 pytestmark = [
     pytest.mark.xdist_group("adapters"),  # one worker has the programs run
@@ -212,10 +211,9 @@ def test_an_adapter_without_its_library_names_the_extra(library, monkeypatch, hi
     )
 
 
-@pytest.mark.skipif(find_problem() is not None, reason=f"no stand-in: {find_problem()}")
-def test_lightning_logs_the_losses_of_a_device(ran):
+def test_lightning_logs_the_losses_of_a_device(accelerator, ran):
     on_cpu, on_device = result(ran, "pl_device.0").values()
-    assert (on_cpu[0], on_device[0]) == ("cpu", "standin:0")
+    assert (on_cpu[0], on_device[0]) == ("cpu", str(accelerator))
     assert len(on_cpu[1]) == 2
     for _, losses, steps in (on_cpu, on_device):
         assert losses == on_cpu[1]

@@ -1,6 +1,5 @@
 """The log of a run in one object: its counters, its files, and a run that goes on."""
 
-import contextlib
 import io
 import json
 import math
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from mcore.observe import GlobalState, JsonlSink, MemorySink, Outlier, RunLog
 from mcore.observe.runs import Run, log_slow_ranks
 from rank_testing import preload, run_ranks
-from standin import no_host_waits
 
 preload("mcore.observe")
 
@@ -39,20 +37,6 @@ def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
     assert list(kept.steps) == [2, 4, 6]
     assert kept.steps[4]["accuracy"] == 0.4
     assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
-
-
-def test_losses_of_a_device_are_waited_for_only_by_steps_that_log(accelerator, tmp_path, capsys):
-    with RunLog(tmp_path, batch_size=4, log_every=3) as log:
-        for step in range(1, 7):
-            loss = torch.full((), float(step), device=accelerator)
-            norm = torch.full((), 2.0 * step, device=accelerator)
-            with contextlib.nullcontext() if step % 3 == 0 else no_host_waits():
-                log.log_step({"loss": loss}, grad_norm=norm, lr=0.5)
-            loss.fill_(torch.nan)  # the loop may write its tensors again at once
-    assert [line["loss"] for line in lines_of(tmp_path)] == [3.0, 6.0]
-    assert [line["grad-norm"] for line in lines_of(tmp_path)] == [6.0, 12.0]
-    averages = re.findall(r" \| loss: (\S+) \|", capsys.readouterr().out)
-    assert list(map(float, averages)) == [2.0, 5.0]
 
 
 def losses_shown(folder, options):
