@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ if "RANK" in os.environ:
     ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
 """
 Curves = dict[str, dict[int, float]]
+_CACHES = tempfile.TemporaryDirectory(prefix="caches-")  # token files of killed controllers
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
 OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 SMALL: dict[str, Any] = {
@@ -180,7 +182,10 @@ def environment() -> dict[str, str]:
     """The environment of a user who is no rank and has no MLflow of their own."""
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_A_USERS}
     scripts = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    return {**kept, "PYTHONPATH": str(TOOLS), "PATH": scripts}
+    own = kept.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    kept.setdefault("MPLCONFIGDIR", f"{own}/matplotlib")
+    made = {"XDG_CACHE_HOME": _CACHES.name, "PYTHONPATH": str(TOOLS), "PATH": scripts}
+    return {**kept, **made}
 
 
 def beginning_with(code: str, folder: Path) -> dict[str, str]:

@@ -22,13 +22,15 @@ _SECOND_GPU = re.compile(r"fewer than two GPUs|needs two CUDA devices")
 if importlib.util.find_spec("hypothesis") is None:  # files with tests for a GPU import it
     skip = pytest.mark.skip(reason="could not import 'hypothesis'")
     stub = MagicMock(given=lambda *_, **__: skip, settings=lambda *_, **__: skip)
+    stub.__spec__ = importlib.util.spec_from_loader("hypothesis", None)  # torch looks for it
     sys.modules |= {"hypothesis": stub, "hypothesis.strategies": stub}
 
 
 def is_accepted(reason: str) -> bool:
     """Return whether a skip is due to a library that is really missing, or to a second GPU."""
     if missing := _MISSING.search(reason):
-        return importlib.util.find_spec(missing[1].partition(".")[0]) is None
+        spec = importlib.util.find_spec(missing[1].partition(".")[0])
+        return spec is None or spec.loader is None  # of the stub above
     return _SECOND_GPU.search(reason) is not None
 
 

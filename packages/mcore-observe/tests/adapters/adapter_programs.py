@@ -440,9 +440,37 @@ def titan_log(folder):
     return found | {"ranks": of_ranks()}
 
 
+def pl_device(folder):
+    """Two steps on the CPU and on the stand-in accelerator; Lightning has no name for it."""
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    import standin
+
+    class Own(CPUAccelerator):
+        def setup_device(self, device):
+            pass
+
+    device, found = standin.switch_on(0), {}
+    for place in ("cpu", str(device)):
+        torch.manual_seed(0)
+        model, kept = Module(), MemorySink()
+        run = for_lightning.ObserveCallback(folder / f"pl_{place}", sinks=[kept])
+        chosen = {"strategy": SingleDeviceStrategy(place, Own()), "logger": False}
+        progress = {"enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(
+            max_steps=2, log_every_n_steps=1, callbacks=[run], enable_checkpointing=False,
+            **chosen, **progress,
+        )  # fmt: skip
+        trainer.fit(model, loader(4))
+        found[place] = [str(trainer.strategy.root_device), model.losses, kept.steps]
+    return found
+
+
 SCENARIOS = {
     hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2,
     pl_fit: 1, pl_fails: 1, pl_ranks: 2, pl_values: 1, pl_values_ranks: 2, titan_log: 2,
+    pl_device: 1,
 }  # fmt: skip
 
 

@@ -161,11 +161,9 @@ def find_spikes(points: Sequence[Point]) -> list[Point]:
     for at in range(_FEWEST_BEFORE, len(finite)):
         before = [value for _, value in finite[max(0, at - _SPIKE_WINDOW) : at]]
         middle, value = median(before), finite[at][1]
-        if value > 2 * middle:
-            # Norms that vary a lot anyway, as in the first steps, are no spikes.
-            spread = median(abs(one - middle) for one in before)
-            if value > middle + 10 * spread:
-                found.append(finite[at])
+        # Norms that vary a lot anyway, as in the first steps, are no spikes.
+        if value > 2 * middle and value - middle > 10 * median(abs(v - middle) for v in before):
+            found.append(finite[at])
     return found
 
 

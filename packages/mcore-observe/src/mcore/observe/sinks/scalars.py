@@ -56,8 +56,7 @@ def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
     if warns:
         kind = type(value).__name__
         text = "an int too large for a float" if kind == "int" else f"not a number but a {kind}"
-        shown = as_name(name)
-        warn_once(logger, "%r is %s and is not logged; give one number", shown, text)
+        warn_once(logger, "%r is %s and is not logged; give one number", as_name(name), text)
     return None
 
 

@@ -144,8 +144,8 @@ def write_line(text: str, *, has_colours: bool = False) -> None:
                 stack.enter_context(bars.external_write_mode(file=sys.stdout))
             print(_colour(text) if has_colours else text, flush=True)  # noqa: T201
     except (OSError, ValueError) as error:
-        kind = type(error).__name__
-        warn_once(logger, "cannot write to the console (%s); training continues", kind)
+        text = "cannot write to the console (%s); training continues"
+        warn_once(logger, text, type(error).__name__)
 
 
 def print_step_time(interval: Interval) -> None:

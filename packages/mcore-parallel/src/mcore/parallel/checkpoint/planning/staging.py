@@ -108,7 +108,7 @@ def tensor_of(leaf: Candidate) -> torch.Tensor | None:
 
 
 def take_content(number: int, leaf: Candidate, *, is_copied: bool, weights_only: bool) -> Content:
-    """Return a leaf as it is written. If asked, copy it, or start to copy it, to the CPU."""
+    """Return a leaf as it is written. ``is_copied`` copies it, or starts to copy it, to the CPU."""
     if (tensor := tensor_of(leaf)) is not None:
         return Content(number, leaf.key, start_host_copy(tensor) if is_copied else tensor)
     if isinstance(leaf, ShardedObject):
