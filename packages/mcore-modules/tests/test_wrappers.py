@@ -269,3 +269,13 @@ def test_lists_of_models():
     assert _ensure_model_list((1, 2)) == [1, 2]
     with pytest.raises(TypeError, match="None"):
         _ensure_model_list(None)
+
+
+def test_a_registered_wrapper_may_have_a_child_called_module_that_is_not_the_model():
+    class WithHelper:
+        def __init__(self):
+            self.module = SimpleNamespace(kind="helper")
+            self.inner = SimpleNamespace(kind="model")
+
+    register_model_wrapper(WithHelper, attr="inner")
+    assert get_attr_wrapped_model(WithHelper(), "kind") == "model"

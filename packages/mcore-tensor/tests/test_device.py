@@ -27,6 +27,13 @@ def test_other_devices_keep_their_index():
     assert resolve_device("meta") == torch.device("meta")
 
 
+def test_an_accelerator_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr("mcore.tensor.device.current_device", lambda: torch.device("cuda", 2))
+    assert resolve_device("cuda") == torch.device("cuda", 2)
+    assert resolve_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert resolve_device("xpu") == torch.device("xpu")
+
+
 def test_unknown_device_types_are_refused_by_torch():
     with pytest.raises(RuntimeError, match="nonsense"):
         resolve_device("nonsense")

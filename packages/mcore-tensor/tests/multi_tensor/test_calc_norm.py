@@ -133,3 +133,9 @@ def test_tensors_on_several_devices():
     assert norm.item() == pytest.approx(math.sqrt(23))
     mixed = calc_norm([torch.full((2,), 4.0), *tensors])
     assert (mixed.device.type, mixed.item()) == ("cpu", pytest.approx(math.sqrt(55)))
+
+
+def test_norms_whose_squares_overflow_float32_together_are_joined():
+    tensors = [torch.tensor([1.5e19]), torch.tensor([1.5e19], dtype=torch.bfloat16)]
+    expected = torch.cat([tensor.double() for tensor in tensors]).norm()
+    assert torch.isclose(calc_norm(tensors).double(), expected)

@@ -272,4 +272,4 @@ class WrappedTensor(Generic[_Wrapped]):
             "tensor: pass the object itself, or unwrap() it"
         )
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = _refuse_copy
+    __reduce_ex__ = _refuse_copy  # copy and pickle both use it
