@@ -24,18 +24,19 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
 from pretrain.usage import UsageError
-from pretrain_runs import SMALL as BASE
 from pretrain_runs import (
+    OFF,
     losses_of,
     pretrain,
     train_on_ranks,
 )
+from pretrain_runs import SMALL as BASE
 from rank_testing import RankFailure, run_ranks
 
 SMALL: dict[str, Any] = {**BASE, "num_layers": 1, "train_iters": 9, "save_interval": 2}
 LARGER = {**SMALL, "num_layers": 4, "hidden_size": 128, "train_iters": 100_000, "save_interval": 1}
 OPTIONS = shlex.split(
-    " ".join(f"--{name.replace('_', '-')} {value}" for name, value in LARGER.items())
+    " ".join(f"--{k.replace('_', '-')} {v}" for k, v in LARGER.items() if k not in OFF)
 )
 QUIET = ("--no-mlflow", "--no-tensorboard")
 
