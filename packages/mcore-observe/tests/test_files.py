@@ -3,12 +3,14 @@ known then. No write reaches the file that they lead to."""
 
 import errno
 import os
+import pickle
 import socket
 import time
 
 import pytest
+import torch
 
-from mcore.observe import JsonlSink, LoggerConfig, files
+from mcore.observe import JsonlSink, LoggerConfig, files, reports
 from mcore.observe.files import open_plain, replacing
 from mcore.observe.runs import Run, draw_page
 from mcore.observe.runs.tables import draw_picture
@@ -143,6 +145,14 @@ def test_event_files(plant, tmp_path):
     writer.add_scalar("loss", 2.5, 1)
     writer.close()
     tensorboard.forget_later_events(tmp_path, 0)
+
+
+def test_memory_snapshots(plant, private, tmp_path, monkeypatch):
+    path = tmp_path / "snapshot.pickle"
+    plant(path)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [1]})
+    reports._save_after_failure(os.fspath(path))
+    assert pickle.loads(path.read_bytes()) == {"segments": [1]}
 
 
 def test_files_are_opened_without_following_links(plant, tmp_path):
