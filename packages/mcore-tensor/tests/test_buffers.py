@@ -453,7 +453,7 @@ def test_threads_that_grow_one_buffer_end_with_one_buffer():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert results == [True] * (8 * 199)
     assert buffers.nbytes() == 2 * 199 * 4
 
