@@ -120,7 +120,8 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
     for helper in (Path("tools") / name for name in TEST_TOOLS):
         shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
-    shutil.copy(workspace.root / "pyproject.toml", outside)
+    for file in workspace.root.glob("*.py*"):  # pyproject.toml and conftest.py
+        shutil.copy(file, outside)
     report = outside / "report.xml"
     status = venv.run_tests(outside, "--hypothesis-seed=0", f"--junitxml={report}", str(copy))
     if status:
@@ -155,7 +156,8 @@ def run_together(
     outside = scratch / "outside"
     without_tests = shutil.ignore_patterns("tests", "__pycache__", ".*")
     shutil.copytree(workspace.root / "tools", outside / "tools", ignore=without_tests)
-    shutil.copy(workspace.root / "pyproject.toml", outside)
+    for file in workspace.root.glob("*.py*"):  # pyproject.toml and conftest.py
+        shutil.copy(file, outside)
     (outside / _INTEGRATION).mkdir()
     # These tests need the installed packages and the tools, not the packages' sources.
     for file in (workspace.root / _INTEGRATION).glob("*pretrain_*.py"):
