@@ -108,3 +108,23 @@ def test_failed_tests_are_named_before_the_end_and_in_the_last_lines(
     # Warnings of libraries at the end of the process follow.
     listed = [line.split(" - ")[0] for line in lines[-12:] if line.startswith("FAILED")]
     assert listed == [first, second]
+
+
+DYING = """
+import os, pytest
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.xdist_group("one")
+def test_grouped(number):
+    number != 1 or os._exit(7)
+
+@pytest.mark.parametrize("number", range(6))
+def test_alone(number):
+    pass
+"""
+
+
+def test_a_dead_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_a.py").write_text(DYING)
+    shown = run([], tmp_path, monkeypatch, workers=2, code=1)
+    assert "crashed while running 'test_a.py::test_grouped[1]@one'" in shown
