@@ -262,7 +262,7 @@ def test_show_follows_a_run_that_starts_later_and_anew_until_ctrl_c(tmp_path):
     anew.log({"loss": 16.0}, 7)
     looking.wait_until_printed("7-7", 300)
     os.kill(looking.pid, signal.SIGINT)
-    done = looking.wait(60)
+    done = looking.wait(300)
     assert done.returncode == 128 + signal.SIGINT
     lines = [line.split() for line in done.stdout.splitlines()]
     rows = [line[1:4] for line in lines if line[:1] == ["loss"]]

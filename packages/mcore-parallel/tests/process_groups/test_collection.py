@@ -113,12 +113,30 @@ def test_only_the_wanted_groups_are_created(fake_world, monkeypatch) -> None:
 
     monkeypatch.setattr(dist, "new_group", record)
     pgs = ProcessGroups.from_sizes(tp=2, cp=2, groups=("cp", "tp"))
-    assert created == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7]]
+    assert created == [[2, 3], [1, 3]]  # torch's counter has the groups of other ranks
     assert repr(pgs) == "ProcessGroups(tp=2, cp=2)"
     assert pgs.dense_mesh is None
     created.clear()
     ProcessGroups.from_sizes(tp=8, groups=("tp", "mp", "tp_cp"))
     assert created == []  # the world group serves
+
+
+@pytest.mark.parametrize("barrier", ["0", "1"])
+def test_groups_of_others_are_counted_where_torch_only_counts_them(
+    fake_world, monkeypatch, barrier: str
+) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_store_based_barrier", lambda *args: None)
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", barrier)
+    fake_world(3, 8)
+    called, new_group = [], dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda *args, **kw: called.append(1) or new_group(*args, **kw)
+    )
+    pgs = ProcessGroups.from_sizes(tp=2, cp=2, groups=("cp", "tp"))
+    assert len(called) == (8 if barrier == "1" else 2)
+    # By new_group alone: tp has the names 1 to 4, cp 5 to 8.
+    made = (pgs.tp, pgs.cp, new_group([3]))
+    assert [group and group.group_name for group in made] == ["2", "6", "9"]
 
 
 def test_meshes_use_the_groups_of_the_fields(fake_world) -> None:

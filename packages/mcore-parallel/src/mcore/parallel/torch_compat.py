@@ -45,6 +45,27 @@ def can_order_ranks() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
+def can_count_groups() -> bool:
+    """Return whether ``new_group`` does no more than count a group that this rank is not in.
+
+    It does more in a world that is bound to a device, whose communicator all ranks split, if an
+    environment variable requests a barrier, and if the world group makes the groups.
+    """
+    c10d, world = cast("Any", dist.distributed_c10d), cast("Any", dist.group.WORLD)
+    return (
+        hasattr(c10d._world, "group_count")
+        and world.bound_device_id is None
+        and not hasattr(world, "new_group")
+        and not c10d._is_barrier_after_init()
+        and not getattr(c10d, "_use_torchcomms_enabled", bool)()
+    )
+
+
+def count_group() -> None:
+    """Count a group of other ranks. torch names a group by the number of groups before it."""
+    dist.distributed_c10d._world.group_count += 1
+
+
 def job_timeout() -> timedelta | None:
     """Return the timeout of the world group, or None if its backend has none."""
     return group_timeout(cast("dist.ProcessGroup", dist.group.WORLD))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int
 
 _MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 _PREFIX = "mcore_straggler_"
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's texts -> names of Prometheus
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
     "elapsed_ms": ("iteration_seconds", 1e-3, "Time of the compute ranges per iteration."),
@@ -281,8 +283,9 @@ class StragglerReport:
             all_ranks: Whether sections have a sample for each rank, which is megabytes for 4,096
                 ranks. False: the minimum, median and maximum over the ranks, with the label ``of``.
         """
+        hosts = {host: labels(host=host) for host in set(self.hosts)}
         by_rank = zip(self.ranks, self.hosts, strict=True)
-        ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
+        ranks = [f'rank="{rank}",{hosts[host]}' for rank, host in by_rank]
         families = [
             family(name, "gauge", text, _scale(ranks, self.metrics[metric], factor))
             for metric, (name, factor, text) in _GAUGES.items()
@@ -317,7 +320,7 @@ class StragglerReport:
                 label = labels(section=section)
                 of_samples, shown = ranks, values
                 if of_samples is None:
-                    rows = torch.tensor([values], dtype=torch.float64)
+                    rows = torch.frombuffer(array("d", values), dtype=torch.float64)[None]
                     [((smallest, _), (largest, _))] = row_extremes(rows)
                     of_samples, shown = _ENDS, (smallest, row_medians(rows)[0], largest)
                 samples += _scale([f"{each},{label}" for each in of_samples], shown, factor)
@@ -356,14 +359,11 @@ def _make_plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
 
 def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
     """Return one metric in Prometheus' text format 0.0.4: help, type, and samples with labels."""
-    lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
+    head = f"{_PREFIX}{name}"
+    lines = [f"# HELP {head} {text}", f"# TYPE {head} {kind}"]
     for of_sample, value in samples:
-        braced = f"{{{of_sample}}}" if of_sample else ""
-        if math.isfinite(value):
-            number = f"{value:.12g}"
-        else:  # Prometheus and Python write these differently
-            number = "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-        lines.append(f"{_PREFIX}{name}{braced} {number}")
+        number = f"{value:.12g}" if math.isfinite(value) else _NOT_FINITE[f"{value}"]
+        lines.append(f"{head}{{{of_sample}}} {number}" if of_sample else f"{head} {number}")
     return "\n".join(lines) + "\n"
 
 

@@ -30,7 +30,13 @@ from mcore.parallel.process_groups.layout import (
     layouts_of_sizes,
     wanted_fields,
 )
-from mcore.parallel.torch_compat import is_destroyed, is_distributed, job_timeout
+from mcore.parallel.torch_compat import (
+    can_count_groups,
+    count_group,
+    is_destroyed,
+    is_distributed,
+    job_timeout,
+)
 from mcore.tensor.device import available_accelerator
 
 Ranks = tuple[int, ...]
@@ -152,14 +158,13 @@ class GroupMaker:
         self.used: dict[int, SharedGroup] = {}
         self._settings = settings
         self._rank = dist.get_rank()
+        # A rank is in few of the groups, and new_group takes 10 us for each of the others.
+        self._counts_others = can_count_groups()
         self.timeout = settings.timeout or job_timeout()
+        self._key_end = settings.backend or "", str(self.timeout)
         self._shared = _list_shareable() if share else {}
         self._own: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
-        is_like_world = self.timeout == job_timeout() and settings.backend in (
-            None,
-            dist.get_backend(),
-        )
-        if is_like_world:
+        if self.timeout == job_timeout() and settings.backend in (None, dist.get_backend()):
             self.adopt([range(dist.get_world_size())], dist.group.WORLD)
 
     def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
@@ -177,22 +182,15 @@ class GroupMaker:
 
     def group_of(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
         """Return this rank's group among disjoint lists, and create all missing groups."""
-        options_id, options = self._identify_options(name), self._settings.options.get(name)
+        options_id = self._identify_options(name)
         mine = None
         for ranks in map(tuple, rank_lists):
             if (ranks, options_id) not in self._own:
                 key = self._make_key(ranks)
                 shared = None if options_id else self._shared.get(key)
                 if shared is None:
-                    made = dist.new_group(
-                        list(ranks),
-                        timeout=self.timeout,
-                        backend=self._settings.backend,
-                        pg_options=options,
-                        group_desc=f"mcore_{name}",
-                    )
-                    shared = SharedGroup(made if self._rank in ranks else None)
-                    if options is None:
+                    shared = SharedGroup(self._make_group(ranks, name))
+                    if not options_id:
                         self._shared[key] = shared
                 if id(shared) not in self.used:
                     self.used[id(shared)] = shared
@@ -202,8 +200,21 @@ class GroupMaker:
                 mine = self._own[ranks, options_id]
         return mine
 
+    def _make_group(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
+        if self._counts_others and self._rank not in ranks:
+            count_group()
+            return None
+        made = dist.new_group(
+            list(ranks),
+            timeout=self.timeout,
+            backend=self._settings.backend,
+            pg_options=self._settings.options.get(name),
+            group_desc=f"mcore_{name}",
+        )
+        return made if self._rank in ranks else None
+
     def _make_key(self, ranks: Ranks) -> _Key:
-        return ranks, self._settings.backend or "", str(self.timeout)
+        return ranks, *self._key_end
 
     def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0
