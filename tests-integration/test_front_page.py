@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from page_programs import run_by_sleeps
 from rank_testing.programs import run_program
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -13,7 +14,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 def front_page_program(arguments: list[str]) -> int:
     """Run the page's Python block."""
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(code, str(README), "exec"), {"__name__": "__main__"})
+    run_by_sleeps(code, str(README))
     return 0
 
 

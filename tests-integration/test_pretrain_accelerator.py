@@ -24,7 +24,7 @@ from pretrain.settings import Settings
 from pretrain.usage import UsageError
 from pretrain.watch.straggler import StepRanges
 from standin import no_host_waits
-from standin.plugin import accelerator_fixture  # noqa: F401
+from standin.plugin import KIND, accelerator_fixture  # noqa: F401
 
 
 def make_weights(device: torch.device) -> list[torch.nn.Parameter]:
@@ -53,8 +53,9 @@ def test_an_optimizer_step_on_a_device_is_that_of_the_cpu(accelerator: torch.dev
     ours, updates = take_steps(accelerator, [1.0, 2.0, 3.0])
     theirs, _ = take_steps(torch.device("cpu"), [1.0, 2.0, 3.0])
     assert updates == 3
+    exact = {"rtol": 0, "atol": 0} if accelerator.type == "standin" else {}
     for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, **exact)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "accelerator"])
@@ -73,7 +74,7 @@ def test_a_step_without_a_finite_norm_changes_nothing(
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A world of one rank, whose collectives leave tensors as they are."""
-    dist.init_process_group("cpu:gloo,standin:fake", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(f"cpu:gloo,{KIND}:fake", store=dist.HashStore(), rank=0, world_size=1)
     yield
     StragglerDetector.reset_singleton()
     dist.destroy_process_group()
@@ -110,16 +111,22 @@ def test_no_step_waits_and_the_next_batches_are_on_their_way(
         assert set(steps._ahead) == {(step + 1, 0), (step + 1, 1)}
         expected, expected_norm, _, _ = on_cpu.train_step(step)
         assert not skipped
-        assert loss.item() == expected.item()
-        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-6)
+        if accelerator.type == "standin":
+            assert loss.item() == expected.item()
+        rel = 1e-2 if "bf16" in options else 1e-6 if accelerator.type == "standin" else 1e-4
+        assert loss.item() == pytest.approx(expected.item(), rel=rel)
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=rel)
 
 
 def test_a_device_for_each_process_is_the_first_that_it_sees(
     accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _choose_device() == torch.device("standin", 1)
+    assert _choose_device() == torch.device(accelerator.type, 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UsageError, match="rank 3 is number 2 on its machine, which has 2"):
         _choose_device()

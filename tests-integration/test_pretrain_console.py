@@ -80,16 +80,14 @@ def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> Non
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup too
             os.execve(COMMAND[0], [*COMMAND, *words], environment())
         os._exit(99)
-    wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
-    os.close(terminal)
-    ended = (0, 0)
-    deadline = time.monotonic() + 300
-    while not ended[0] and time.monotonic() < deadline:
-        time.sleep(0.1)
-        ended = os.waitpid(pid, os.WNOHANG)
-    if not ended[0]:
+    try:
+        wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
+        os.close(terminal)
+        wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
         os.kill(pid, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGHUP
+        _, ended = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended) == 128 + signal.SIGHUP
     assert latest_step(folder) == len(losses_of(folder.path))
 
 

@@ -166,22 +166,22 @@ def test_a_rank_ends_if_its_launcher_is_dead_but_not_yet_reaped(tmp_path: Path) 
     with subprocess.Popen([sys.executable, "-c", ""]) as launcher:
         os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)  # its number stays in use
         rank = Script(
-            "import time; from pretrain.cli.ending import Ending; Ending(300.0); time.sleep(100)",
+            "import time; from pretrain.cli.ending import Ending; Ending(300.0); time.sleep(600)",
             cwd=tmp_path, env={**environment(), LAUNCHER: str(launcher.pid)},
         )  # fmt: skip
-        assert rank.wait(100).returncode == 128 + signal.SIGHUP
+        assert rank.wait(600).returncode == 128 + signal.SIGHUP
 
 
 def test_the_last_rank_removes_the_private_folder_and_a_later_one_ends(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir()
-    code = "import time; from pretrain.cli.ending import Ending; Ending(300.0); time.sleep(100)"
+    code = "import time; from pretrain.cli.ending import Ending; Ending(300.0); time.sleep(600)"
     env = {**environment(), LAUNCHER: str(os.getppid()), PRIVATE_FOLDER: str(private)}
     held = os.open(private, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_SH)  # as a rank does that makes its store there
     for is_there in (True, False, False):
         rank = Script(code, cwd=tmp_path, env=env)
-        assert rank.wait(100).returncode == 128 + signal.SIGHUP
+        assert rank.wait(600).returncode == 128 + signal.SIGHUP
         assert private.exists() == is_there
         fcntl.flock(held, fcntl.LOCK_UN)
     os.close(held)

@@ -117,8 +117,9 @@ def command_of_the_cluster(folder: Path) -> tuple[list[str], dict[str, str]]:
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]), "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # as long as the ranks' grace
     }  # fmt: skip
-    return [*container["command"], *arguments, *WORDS, "--grace-s", "25"], env
+    return [*container["command"], *arguments, *WORDS], env
 
 
 def own_command(folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -94,18 +94,22 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
 
 
 def slow_ranks_here(run_dir: str) -> None:
-    """Ranks 0 and 1 sleep in their forward; rank 3 starts to the eighth report."""
+    """Ranks 0 and 1 are slow, by clocks that are set by hand; rank 3 starts to the 8th report."""
     rank, cpu = dist.get_rank(), torch.device("cpu")
     report = 0
     settings = Settings(tp=2, dp=2)
     watch = StragglerWatch(
         settings, RunFolder(Path(run_dir)), cpu, 1, lambda: rank == 3 and report < 8
     )
+    now_ns = 0
+    watch.detector._now_ns = lambda: now_ns  # type: ignore[method-assign]
+    watch.waits.close()
+    watch.waits = CpuWaits(torch.device("meta"))
     ranges = StepRanges(watch.detector, None, cpu, waits=watch.waits)
     for report in range(1, 12):
         for _ in range(2):
             with ranges.forward():
-                time.sleep(0.2 if rank < 2 else 0.01)
+                now_ns += (200 if rank < 2 else 10) * 1_000_000
             watch.end_step()
         if report == 10 and rank == 1:
             watch.waits = Waited()
@@ -128,6 +132,11 @@ def test_a_rank_that_starts_or_has_no_cpu_is_not_named(tmp_path: Path) -> None:
     assert named == {9: [0, 1], 10: [], 11: [0, 1]}  # rank 0 waits for rank 1: one tp group
 
 
+def lacked_ms() -> float:
+    """Milliseconds of the wall clock that this thread did not run."""
+    return 1e3 * (time.perf_counter() - time.thread_time())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count it")
 def test_waiting_for_a_cpu_is_what_a_busy_thread_lacks_to_the_wall_clock() -> None:
     waits = CpuWaits(torch.device("cpu"))
@@ -139,20 +148,22 @@ def test_waiting_for_a_cpu_is_what_a_busy_thread_lacks_to_the_wall_clock() -> No
             other.stdout.readline()
             for process in (0, other.pid):
                 os.sched_setaffinity(process, {min(allowed)})
+            around = lacked_ms()
             with waits.during("forward"):
-                began, ran = time.perf_counter(), time.thread_time()
+                inside, ran = lacked_ms(), time.thread_time()
                 while time.thread_time() - ran < 0.3:
                     pass
-                lacked = time.perf_counter() - began - (time.thread_time() - ran)
+                least = lacked_ms() - inside
+            most = lacked_ms() - around
+            began = time.perf_counter()
             with waits.during("backward"):
-                began = time.perf_counter()
                 time.sleep(0.3)
-                overslept = time.perf_counter() - began - 0.3
+            overslept = time.perf_counter() - began - 0.3
         finally:
             os.sched_setaffinity(0, allowed)
             other.kill()
     forward, backward, optimizer = waits.take()
-    assert forward == pytest.approx(1e3 * lacked, rel=0.05, abs=10)
+    assert 0.95 * least - 10 <= forward <= 1.05 * most + 10  # two clocks of the kernel
     assert forward > 50  # of 300 or so: the other process has the same right to the CPU
     assert backward <= 1e3 * overslept + 10  # a thread that sleeps does not wait
     assert optimizer == 0.0
@@ -186,7 +197,7 @@ def ask(address: str, path: str, method: str = "GET") -> tuple[int, str]:
         address + path, method=method, headers={"Authorization": f"Bearer {token}"}
     )
     try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as refusal:
         return refusal.code, refusal.read().decode()

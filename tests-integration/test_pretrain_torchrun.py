@@ -126,7 +126,7 @@ def meet_again() -> float:
     if number:
         store.set(f"hello/{number}", "of a rank that is dead")
         time.sleep(0.2)
-    join(torch.device("cpu"), datetime.timedelta(seconds=60))
+    join(torch.device("cpu"), datetime.timedelta(seconds=300))
     total = torch.tensor(number + 1.0)
     dist.all_reduce(total)
     return total.item()

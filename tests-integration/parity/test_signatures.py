@@ -17,8 +17,11 @@ DISTRIBUTIONS = {"core": "megatron-core", "fsdp": "megatron-fsdp"}
 RANGE = re.compile(r"(by keyword )?(core|fsdp) 0\.(\d+)(?: to 0\.(\d+))?")
 HOMES = read_table().homes
 COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Theirs has this name for the first argument of ours, which accepts both by keyword.
-OTHER_NAMES = {"is_te_min_version": {"vers": "version"}}
+# Their names for the first argument of ours. The page of differences lists those refused here.
+OTHER_NAMES = {
+    "is_te_min_version": {"vers": "version"},
+    "log_single_rank": {"logger_": "logger"},
+}
 ABSENT = object()
 
 

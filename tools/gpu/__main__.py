@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -29,6 +30,8 @@ _SIZES = {
     "standin": "--num-layers 1 --hidden-size 16 --seq-length 16 --global-batch-size 2 "
     "--micro-batch-size 2 --device standin",
 }
+# Marked tests, and tests with a fixture whose device is then a GPU.
+_USES_GPU = r"mark\.cuda|on_each_device|def test_\w+\([^)]*\b(accelerator|device)\b"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def find_tests(device: str, folders: Sequence[str]) -> list[str]:
     """Return pytest's arguments. Files without such tests may import libraries that are missing."""
-    mark, selection = ("pytest.mark.cuda", "cuda") if device == "cuda" else (device, "not cuda")
+    name, selection = (_USES_GPU, "cuda") if device == "cuda" else (device, "not cuda")
     files = (path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py")))
-    found = [str(path) for path in files if mark in path.read_text(encoding="utf-8")]
+    found = [str(path) for path in files if re.search(name, path.read_text(encoding="utf-8"))]
     return ["-m", selection, *(found or ["no test that names the device"])]
 
 

@@ -1,6 +1,6 @@
 """The pytest plugin of ``hatch run test``: a worker per core, unless a file or test is named.
 
-A failed test is named immediately, and listed at the end.
+A failed test is named immediately, and listed at the end. If a worker dies, the run ends.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         config.option.numprocesses = "auto"
         if config.option.dist == "no":
             config.option.dist = "loadgroup"
+        # With groups, pytest-xdist 3.8 waits forever after it has replaced a worker.
+        config.option.maxworkerrestart = config.option.maxworkerrestart or "0"
     return (yield)
 
 

@@ -1,5 +1,6 @@
 """Python scripts in separate processes that need not import torch: they are forked with it."""
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from rank_testing.server import list_script_modules, make_server_environment
@@ -171,9 +172,12 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     Each script has a waiting process between it and the server, which reports its number and its
     exit status: the server itself may be busy with the next request.
     """
+    before = set(sys.modules)
+    atexit.register(lambda: _keep_modules(loaded))  # first, so it is called last
     for name in modules:
         with contextlib.suppress(ImportError):
             __import__(name)
+    loaded = sys.modules.keys() - before
     gc.freeze()  # else the end of a script collects all of it, which takes longer than the script
     with socket.socket(fileno=descriptor) as requests:
         while True:
@@ -211,6 +215,12 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     sys.argv[1:] = request["arguments"]
     code: str = request["code"]
     return code
+
+
+def _keep_modules(names: Set[str]) -> None:
+    """Exclude the server's modules from the teardown, which takes longer than most scripts."""
+    kept = [sys.modules.pop(name, None) for name in names]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _end_with(parent: int) -> None:

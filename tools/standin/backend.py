@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 
 from standin import clocks, dispatch, graphs, guard, memory, recording
 from standin.collectives import register_collectives
-from standin.generators import Generator, default_generators, make_default_generators
+from standin.generators import Generator, default_generators
 from standin.memory import COUNT, NAME
 
 _libraries: list[Any] = []
@@ -63,9 +63,10 @@ def register() -> None:
     if problem is not None:
         raise RuntimeError(f"no stand-in: {problem}")
     _device_constructors()  # torch keeps the list of its first call, which must not be of patches
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=backend)
+    setup: Any = backend_registration._setup_privateuseone_for_python_backend
+    setup(NAME, backend_module=backend, device_guard=guard.DeviceGuard())
     guard.extend_guard()
-    make_default_generators()
+    default_generators[:] = [Generator(torch.device(NAME, index)) for index in range(COUNT)]
     _libraries.extend([*dispatch.register_ops(), *register_collectives()])
 
 
@@ -76,6 +77,7 @@ def switched_on() -> Iterator[torch.device]:
     patches: dict[Any, dict[str, Any]] = {
         torch: {**_STREAMS, "Generator": Generator, **memory.make_factories()},
         torch.accelerator: _ACCELERATOR,
+        torch.autograd: {"_engine_run_backward": guard.run_backward},
         torch.Tensor: {"is_pinned": memory.is_pinned, "pin_memory": memory.pin},
         torch.UntypedStorage: {"__new__": memory.new_storage},
     }

@@ -9,7 +9,7 @@ import torch
 
 from standin import recording
 from standin.guard import current_index
-from standin.memory import COUNT, NAME
+from standin.memory import NAME
 
 _TorchGenerator: Any = torch.Generator
 
@@ -87,8 +87,3 @@ def find_state(generator: Any) -> Any:
     Torch's dispatcher passes a generator on without its Python class.
     """
     return getattr(_made.get(generator._cdata), "state", None)
-
-
-def make_default_generators() -> None:
-    """Make a generator for each device, which must have its name by then."""
-    default_generators[:] = [Generator(torch.device(NAME, index)) for index in range(COUNT)]

@@ -21,6 +21,7 @@ _PRIVATE_USE_1 = 20  # c10::DeviceType
 # Not threading.local: it forgets a thread of autograd between two calls.
 _current: dict[int, int] = {}
 _keep: list[Any] = []
+_errors: list[BaseException] = []
 
 
 def current_index() -> int:
@@ -33,6 +34,30 @@ def set_current_index(index: int) -> None:
     if not 0 <= index < COUNT:
         raise RuntimeError(f"invalid device ordinal: {index}, there are {COUNT} devices")
     _current[threading.get_ident()] = index
+
+
+class DeviceGuard(getattr(backend_registration, "_DummyDeviceGuard", object)):  # type: ignore[misc]
+    """The guard of torch. Its methods in C++ call this one, also while an error ends a backward."""
+
+    def type_(self) -> Any:
+        """Return the type of the device, and keep an error that torch has set for later.
+
+        A hook of saved tensors that fails, as a recomputation does, leaves it set. Then a result
+        of Python is an error in a destructor, which would abort the process.
+        """
+        try:
+            ctypes.pythonapi.PyErr_Occurred()  # raises it
+        except BaseException as error:
+            _errors.append(error)
+        return super().type_()
+
+
+def run_backward(*args: Any, **kwargs: Any) -> Any:
+    """Run torch's backward, and raise the error that the guard has kept from it."""
+    try:
+        return torch.autograd.graph._engine_run_backward(*args, **kwargs)
+    except SystemError as error:
+        raise (_errors.pop() if _errors else error) from None
 
 
 def extend_guard() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 _REPOSITORY = Path(__file__).parents[2]
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
 _HARNESS = (Path(__file__).parent, _REPOSITORY / "tools" / "rank_testing")
@@ -52,7 +54,10 @@ def recorded(*, may_wait: bool = True) -> Iterator[Record]:
 
 @contextmanager
 def launches(*, at_most: int, allocations: float = math.inf) -> Iterator[Record]:
-    """Check that a block starts at most so many device ops, and allocates at most so often."""
+    """Check that a block starts at most so many device ops, and allocates at most so often.
+
+    On a GPU nothing is counted.
+    """
     with recorded() as record:
         yield record
     if record.ops.total() > at_most or record.allocations.total() > allocations:
@@ -64,9 +69,17 @@ def launches(*, at_most: int, allocations: float = math.inf) -> Iterator[Record]
 
 @contextmanager
 def no_host_waits() -> Iterator[None]:
-    """Raise HostWaitError at the first wait of the host in a block, even if it is swallowed."""
-    with recorded(may_wait=False) as record:
-        yield
+    """Raise HostWaitError at the first wait of the host in a block, even if it is swallowed.
+
+    On a GPU torch raises RuntimeError for copies, ``item`` and ``nonzero``.
+    """
+    set_mode: Any = torch.cuda.set_sync_debug_mode if torch.cuda.is_available() else id
+    set_mode("error")
+    try:
+        with recorded(may_wait=False) as record:
+            yield
+    finally:
+        set_mode("default")
     for what, line in record.waits:
         raise HostWaitError(f"the host waits for the device ({what}) at {line}")
 

@@ -136,6 +136,19 @@ def test_assigned_tensors_get_precision_and_marks(through, dtype):
     assert model.module.router.tolist() == [1.0, 1.0]
 
 
+def test_an_assigned_tensor_of_the_right_dtype_is_used_itself():
+    model = Float16Module(BF16, torch.nn.Linear(2, 2, bias=False))
+    given = torch.ones(2, 2, dtype=torch.bfloat16)
+    model.load_state_dict({"weight": given}, assign=True)
+    assert model.module.weight.data_ptr() == given.data_ptr()
+
+
+def test_a_marked_tensor_is_moved_where_the_others_are_cast_and_moved():
+    model = Float16Module(BF16, Marked()).to("meta", torch.float16)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    assert kept_names(model.module) == KEPT
+
+
 @pytest.mark.usefixtures("on_each_device")
 def test_loading_without_assign_leaves_a_later_cast_alone():
     parent = torch.nn.Module()

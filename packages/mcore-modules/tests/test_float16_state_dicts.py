@@ -181,6 +181,7 @@ OWN_WITH_MODULE = {"module.weight", "weight"}
         (["module.weight", "weight"], OWN_WITH_MODULE, {"module.weight", "weight"}),
         (["module.module.weight", "module.weight"], OWN_WITH_MODULE, {"module.weight", "weight"}),
         (["module.module.weight"], OWN, {"module.weight"}),
+        (["module.weight"], OWN_WITH_MODULE, {"module.weight"}),
         ([], OWN, set()),
     ],
 )

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mcore.modules import (
@@ -12,6 +13,7 @@ from mcore.modules import (
     freeze_parameters,
 )
 from mcore.modules import freeze_moe_router as freeze
+from rank_testing import run_ranks
 
 
 class Router(torch.nn.Linear):
@@ -178,6 +180,27 @@ def test_a_pattern_without_a_match_is_an_error_and_freezes_nothing(patterns):
     assert frozen(model) == set()
     with pytest.raises(TypeError, match="a pattern is a int"):
         freeze_parameters(model, [1])
+
+
+def look_for_what_is_not_there():
+    """Whether a pattern without a match is refused, by the pipeline group of the model."""
+    refused = []
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for group, stages in ((dist.group.WORLD, 1), (alone, 2)):
+        model = Model(Dense())
+        model.pg_collection = SimpleNamespace(pp=group)
+        model.config = SimpleNamespace(pipeline_model_parallel_size=stages)
+        try:
+            freeze_parameters(model, "embedding.*")
+        except ValueError:
+            refused.append(True)
+        else:
+            refused.append(False)
+    return refused
+
+
+def test_a_pattern_may_match_on_another_stage_of_the_pipeline_group():
+    assert run_ranks(look_for_what_is_not_there, 2) == [[False, True]] * 2
 
 
 def test_a_model_with_a_child_called_module_has_both_spellings():

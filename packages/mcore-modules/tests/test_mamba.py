@@ -49,6 +49,9 @@ def test_dtypes_come_from_the_config_or_the_arguments():
     state = MambaInferenceStateConfig.from_model(model, ssm_states_dtype=torch.float32)
     assert state.conv_states_dtype is torch.bfloat16
     assert state.ssm_states_dtype is torch.float32
+    state = MambaInferenceStateConfig.from_model(model, conv_states_dtype=torch.float32)
+    assert state.conv_states_dtype is torch.float32
+    assert state.ssm_states_dtype is torch.bfloat16
 
 
 def test_lists_of_models_are_refused():

@@ -166,6 +166,16 @@ def test_post_init_does_not_run_again():
 
 
 @pytest.mark.usefixtures("on_each_device")
+def test_a_field_that_was_never_set_stays_unset():
+    @dataclasses.dataclass
+    class Late:
+        x: Any
+        made: Any = dataclasses.field(init=False)
+
+    cast = float16_to_fp32(Late(torch.ones(1).half()))
+    assert (cast.x.dtype, hasattr(cast, "made")) == (torch.float32, False)
+
+
 def test_dataclass_types_and_modules_are_leaves():
     linear = torch.nn.Linear(1, 1)
     assert to_half(Counted) is Counted

@@ -348,6 +348,10 @@ def describe_four(how):
         root.pg_collection = groups
     elif how == "metadata":
         metadata = {"tp_group": groups.tp, "dp_cp_group": groups.dp_cp}
+    elif how == "metadata first":
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        root.pg_collection = SimpleNamespace(tp=groups.tp, dp_cp=alone)
+        metadata = {"tp_group": alone, "dp_cp_group": groups.dp_cp}
     elif how == "unknown":
         root.tp_group = groups.tp
     elif how == "argument":
@@ -374,7 +378,7 @@ def describe_child_with_a_group_of_its_own():
     return places(root.sharded_state_dict())
 
 
-HOWS = ("collection", "metadata", "argument", "default")
+HOWS = ("collection", "metadata", "metadata first", "argument", "default")
 
 
 def describe_all_four():

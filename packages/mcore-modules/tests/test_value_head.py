@@ -168,6 +168,12 @@ def test_a_layout_of_the_configuration_without_its_groups_is_refused(fields, tex
     assert model.share_embeddings_and_output_weights
 
 
+def test_a_head_that_is_not_broadcast_needs_no_group():
+    model = Model(config=SimpleNamespace(tensor_model_parallel_size=2))
+    create_value_head_hook(4, False, broadcast_init=False)(model)
+    assert type(model.output_layer) is LinearForLastLayer
+
+
 @pytest.mark.usefixtures("on_each_device")
 def test_post_process_says_enough_about_the_pipeline():
     config = SimpleNamespace(pipeline_model_parallel_size=2)

@@ -61,16 +61,6 @@ def _missing(what: str) -> None:
     (pytest.fail if os.environ.get("GITHUB_ACTIONS") else pytest.skip)(f"needs {what}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def caches_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps token files of controllers, also those of killed processes, out of the home folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        patch.setenv("MPLCONFIGDIR", os.environ.get("MPLCONFIGDIR") or f"{own}/matplotlib")
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
-        yield
-
-
 @pytest.fixture
 def hide_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Hides the metadata of all distributions but this one, and one more if given."""

@@ -2,6 +2,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -278,11 +279,13 @@ def test_verbose_counts_and_says_so_at_powers_of_ten(caplog):
         for _ in range(101):
             await v()
 
+    began = time.perf_counter()
     asyncio.run(many())
+    took_ms = 1e3 * (time.perf_counter() - began)
     count, total_ms = _ASYNC_TASK_STATS[v.__qualname__]
     assert count == 101
     assert type(count) is int
-    assert 0 < total_ms < 60_000
+    assert 0 < total_ms < took_ms
     assert isinstance(total_ms, float)
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert len(lines) == 3

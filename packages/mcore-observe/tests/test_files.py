@@ -2,6 +2,7 @@
 known then. No write reaches the file that they lead to."""
 
 import errno
+import json
 import os
 import pickle
 import socket
@@ -153,6 +154,24 @@ def test_memory_snapshots(plant, private, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [1]})
     reports._save_after_failure(os.fspath(path))
     assert pickle.loads(path.read_bytes()) == {"segments": [1]}
+
+
+def test_counters_in_a_trainers_checkpoint(plant, private, tmp_path):
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from mcore.observe.adapters import transformers as adapter
+
+    path = tmp_path / "checkpoint-2" / adapter._COUNTERS
+    path.parent.mkdir()
+    plant(path)
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    state, control = TrainerState(global_step=2, max_steps=4), TrainerControl()
+    callback = adapter.ObserveCallback(tmp_path / "run", straggler=False)
+    callback.on_train_begin(args, state, control)
+    callback.on_save(args, state, control)
+    callback.close()
+    assert not path.is_symlink()
+    assert isinstance(json.loads(path.read_text()), dict)
 
 
 def test_files_are_opened_without_following_links(plant, tmp_path):

@@ -237,6 +237,7 @@ def groups_of_two_mesh_dimensions():
         error_of(get_data_parallel_group_if_dtensor, tensor),
         get_data_parallel_group_if_dtensor(tensor, mesh_dim="dp") is group,
         get_data_parallel_group_if_dtensor(tensor, mesh_dim=0) is group,
+        get_data_parallel_group_if_dtensor(tensor, mesh_dim="tp") is device_mesh.get_group("tp"),
         resolve_data_parallel_group([tensor, torch.ones(1)], mesh_dim="dp") is group,
         resolve_data_parallel_group([one_dimensional, one_dimensional]) is group,
         error_of(resolve_data_parallel_group, [one_dimensional, other]),
@@ -253,7 +254,7 @@ def test_a_mesh_with_two_dimensions_needs_a_name():
         assert unnamed[0] == "ValueError"
         assert "('dp', 'tp')" in unnamed[1]
         assert "mesh_dim" in unnamed[1]
-        assert found == [True] * 4
+        assert found == [True] * 5
         assert conflict[0] == "ValueError"
         for kind, message in wrong:
             assert kind == "ValueError"

@@ -46,7 +46,7 @@ def test_threads_get_the_same_instance():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert len(seen) == 16
     assert len(set(map(id, seen))) == 1
 
@@ -59,13 +59,13 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_the_parent():
 
     def allocate_slowly():
         entered.set()
-        leave.wait(60)
+        leave.wait(300)
         return contextlib.nullcontext()
 
     arguments = ((2,), torch.float32, "x", allocate_slowly)
     thread = threading.Thread(target=buffers.get_tensor, args=arguments, kwargs={"device": "cpu"})
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(300)
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # ends a child that waits

@@ -53,6 +53,17 @@ def test_on_cpu_ranks_it_is_not_available_and_all_agree(world):
     assert "no accelerator" in reason
 
 
+def reason_in_one_of_two_groups():
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    own = dist.get_rank() // 2
+    return GlobalSymmetricMemoryBuffer(1 + own, pairs[own]).init_failure_reason
+
+
+@needs_no_accelerator
+def test_only_the_ranks_of_the_group_agree_on_a_size():
+    assert all("no accelerator" in reason for reason in run_ranks(reason_in_one_of_two_groups, 4))
+
+
 def test_the_reason_is_logged_once_for_debugging(caplog):
     with caplog.at_level(logging.DEBUG):
         GlobalSymmetricMemoryBuffer(1, None)
@@ -66,6 +77,12 @@ def test_the_reason_is_logged_once_for_debugging(caplog):
 def test_sizes_that_make_no_sense_are_refused(size):
     with pytest.raises(ValueError, match="size_in_mb must be"):
         GlobalSymmetricMemoryBuffer(size, None)
+
+
+def test_the_largest_size_is_the_one_in_the_message():
+    with pytest.raises(ValueError, match=f"at most {2**30}, got {2**30 + 1}"):
+        GlobalSymmetricMemoryBuffer(2**30 + 1, None)
+    assert not GlobalSymmetricMemoryBuffer(2**30, None).available
 
 
 @pytest.mark.parametrize("size", ["3", None, torch.tensor(3.0), [1]])

@@ -75,7 +75,7 @@ def test_exactly_one_thread_gets_it():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=300)
         assert len(won) == 1
 
 

@@ -78,7 +78,7 @@ def test_block_of_one_thread_is_unseen_by_another() -> None:
     with experimental_enabled():
         thread = threading.Thread(target=lambda: seen.append(is_experimental_enabled()))
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=300)
     assert seen == [False]
 
 

@@ -5,6 +5,7 @@ import platform
 import runpy
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
@@ -66,6 +67,14 @@ def test_installed_package(install: Install) -> None:
     assert state == PackageState("some-lib", "1.2+cu128", None)
     assert str(state) == "1.2+cu128"
     assert "some_lib" not in sys.modules
+
+
+def test_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
+        archive.writestr("packed_lib.py", "")
+        archive.writestr("packed_lib-1.2.dist-info/METADATA", "Name: packed-lib\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(tmp_path / "packed.zip")
+    assert package_state("packed_lib", "packed-lib") == PackageState("packed-lib", "1.2")
 
 
 def test_absent_package() -> None:
@@ -277,18 +286,19 @@ def test_loaded_module_is_not_asked(install: Install, monkeypatch: pytest.Monkey
     assert package_state("some_lib", "some-lib").version == "1.2"
 
 
-def test_finders_of_all_kinds_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("origin", ["/nowhere/some_lib.py", "/no\0where/some_lib.py"])
+def test_finders_of_all_kinds_are_asked(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder:
         def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
             if name != "some_lib":
                 return None
-            spec = ModuleSpec(name, None, origin="/nowhere/some_lib.py")
+            spec = ModuleSpec(name, None, origin=origin)
             spec.has_location = True
             return spec
 
     monkeypatch.setattr(sys, "meta_path", [object(), Finder()])
     reason = package_state("some_lib", "some-lib").reason
-    assert reason == "some_lib at /nowhere/some_lib.py has no metadata and no readable version"
+    assert reason == f"some_lib at {origin} has no metadata and no readable version"
 
 
 def test_text() -> None:
@@ -331,7 +341,7 @@ def test_torch_floor_of_a_library_is_checked(install: Callable[..., Path]) -> No
         "flash-attn",
         "2.7",
         module="flash_attn",
-        metadata="Requires-Dist: torch>=2.11\nRequires-Dist: absent-lib",
+        metadata="Requires-Dist: absent-lib\nRequires-Dist: torch>=2.11",
     )
     states = {package.name: package for package in environment_report().packages}
     expected = "present but unusable: version 2.7 needs torch>=2.11, but 2.0 is installed"

@@ -258,7 +258,7 @@ def test_first_use_is_logged_once_by_many_threads(caplog: pytest.LogCaptureFixtu
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=300)
     assert len(_info(caplog)) == 20
 
 

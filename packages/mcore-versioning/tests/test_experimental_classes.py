@@ -182,6 +182,17 @@ def test_tools_see_the_methods() -> None:
         mock.create_autospec(A)(wrong=1)
 
 
+def test_attributes_of_the_descriptor_of_a_method_are_kept() -> None:
+    method: Any = staticmethod(lambda: 1)
+    method.route = "/call"
+
+    @experimental_cls("0.1.0")
+    class Routed:
+        call = method
+
+    assert vars(Routed)["call"].route == "/call"
+
+
 def test_class_that_is_gated_twice_is_gated() -> None:
     @experimental_cls("0.2.0")
     @experimental_cls("0.1.0")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from packaging.version import InvalidVersion, Version
 
 import mcore.versioning as v
+from mcore.versioning.experimental import owner_version
 from mcore.versioning.lookup import _parse, known_package
 
 PACKAGES = [
@@ -197,6 +198,65 @@ def test_module_that_is_replaced_after_it_was_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "flash_attn", _stub("1.9"))
     assert v.is_fa_min_version("2.0") is False
     assert v.get_fa_version() == Version("1.9")
+
+
+def test_an_answer_from_the_metadata_is_not_kept_for_a_module_that_was_loaded_before(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = _stub("1.0")
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    assert v.is_fa_min_version("1.5") is False
+    install("flash-attn", "3.0")
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    assert v.is_fa_min_version("2.0") is True
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    assert v.is_fa_min_version("2.0") is False
+
+
+def test_answers_are_kept_for_an_equal_version_of_a_replaced_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = known_package("flash_attn", "flash-attn")
+    for digits in (["2", "7"], ["2", "7"]):
+        stub = _stub(".".join(digits))  # a new object each time
+        monkeypatch.setitem(sys.modules, "flash_attn", stub)
+        assert v.is_fa_min_version("2.0") is True
+        assert kept.loaded[0] is stub.__version__
+        assert kept.loaded[1] == {"2.0": True}
+
+
+def test_a_request_that_is_no_version_is_refused_after_answers_were_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7"))
+    assert v.is_fa_min_version("2.0") is True
+    with pytest.raises(TypeError, match="a str or a packaging Version"):
+        v.is_fa_min_version(["2.0"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_the_distribution_of_that_name_comes_before_that_of_the_files(
+    is_loaded: bool, install: Install, unload: Unload
+) -> None:
+    unload("peculiar")
+    install("peculiar", "1.0", module="something_else")
+    install("big-project", "2.0", module="peculiar")
+    if is_loaded:
+        importlib.import_module("peculiar")
+    assert v.get_package_version("peculiar") == Version("1.0")
+
+
+@pytest.mark.parametrize("version", ["3.1", None])
+def test_metadata_without_a_name_gives_its_version_and_owns_no_code(
+    version: str | None, install: Install, unload: Unload
+) -> None:
+    unload("nameless")
+    info = install("nameless-files", version, module="nameless")
+    text = (info / "METADATA").read_text()
+    (info / "METADATA").write_text(text.replace("Name: nameless-files\n", ""))
+    importlib.import_module("nameless")
+    assert v.get_package_version("nameless") == (None if version is None else Version(version))
+    assert owner_version("nameless") is None
 
 
 def test_patched_and_restored_version_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +463,7 @@ def test_lookups_from_many_threads_agree(install: Install, unload: Unload) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert set(answers) == {("2.6", True)}
     assert len(answers) == 200
 

@@ -369,6 +369,18 @@ def test_twice_with_the_outer_one_silent() -> None:
     assert _caught(f) == (1, [])
     assert get_deprecation(f).version == "2.0.0"
     assert is_internal_api(f)
+    assert str(inspect.signature(f)) == "() -> int"
+
+
+def test_three_times_warns_once() -> None:
+    def f() -> int:
+        return 1
+
+    for version in ("1.0.0", "2.0.0", "3.0.0"):
+        f = deprecated(version)(f)
+    result, caught = _caught(f)
+    assert result == 1
+    assert [str(warning.message) for warning in caught] == ["f is deprecated since version 3.0.0."]
 
 
 def test_decorator_of_someone_else_in_between_is_kept() -> None:

@@ -201,6 +201,12 @@ def test_owner_by_each_kind_of_file(file: str, install: Install) -> None:
     assert owners_of("odd_name") == {}
 
 
+def test_signs_in_a_name_stand_for_themselves(install: Install) -> None:
+    info = install("odd-name", "3.0")
+    (info / "RECORD").write_text("c++acme/__init__.py,,\n")
+    assert owners_of("c++acme") == {"odd-name": "3.0"}
+
+
 def test_submodule_of_a_shared_namespace_has_one_owner(install: Install) -> None:
     for part in ("storage", "compute"):
         info = install(f"acme-{part}", module=None)

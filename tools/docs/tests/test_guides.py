@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from mcore_migrate.__main__ import main as migrate
+from page_programs import run_by_sleeps
 from rank_testing import preload
 from rank_testing.programs import run_program
 from rank_testing.scripts import run_script
@@ -60,7 +61,7 @@ def commands(page: str) -> list[list[str]]:
 def on_ranks(arguments: list[str]) -> int:
     """Run a program of a page as one of its ranks."""
     page, name = arguments
-    exec(compile(programs(page)[name].code, name, "exec"), {"__name__": "__main__"})
+    run_by_sleeps(programs(page)[name].code, name)
     return 0
 
 

@@ -120,7 +120,7 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
     for helper in (Path("tools") / name for name in TEST_TOOLS):
         shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
-    shutil.copy(workspace.root / "pyproject.toml", outside)
+    _copy_settings(workspace, outside)
     report = outside / "report.xml"
     status = venv.run_tests(outside, "--hypothesis-seed=0", f"--junitxml={report}", str(copy))
     if status:
@@ -155,12 +155,18 @@ def run_together(
     outside = scratch / "outside"
     without_tests = shutil.ignore_patterns("tests", "__pycache__", ".*")
     shutil.copytree(workspace.root / "tools", outside / "tools", ignore=without_tests)
-    shutil.copy(workspace.root / "pyproject.toml", outside)
+    _copy_settings(workspace, outside)
     (outside / _INTEGRATION).mkdir()
     # These tests need the installed packages and the tools, not the packages' sources.
     for file in (workspace.root / _INTEGRATION).glob("*pretrain_*.py"):
         shutil.copy(file, outside / _INTEGRATION)
     return venv.run_tests(outside, _INTEGRATION, *chosen)
+
+
+def _copy_settings(workspace: Workspace, outside: Path) -> None:
+    """The settings of pytest, and the caches of all tests."""
+    for file in (workspace.root / "pyproject.toml", *workspace.root.glob("conftest.py")):
+        shutil.copy(file, outside)
 
 
 def collect_needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:

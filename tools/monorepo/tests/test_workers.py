@@ -39,6 +39,10 @@ def shared():
 @pytest.mark.parametrize("number", range(4))
 def test_sharing(number, shared):
     leave_worker("sharing", number)
+
+@pytest.mark.parametrize("number", range(4))
+def test_alone(number):
+    pass
 """
 
 
@@ -108,3 +112,10 @@ def test_failed_tests_are_named_before_the_end_and_in_the_last_lines(
     # Warnings of libraries at the end of the process follow.
     listed = [line.split(" - ")[0] for line in lines[-12:] if line.startswith("FAILED")]
     assert listed == [first, second]
+
+
+def test_a_dead_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dying = GROUPS.replace('leave_worker("grouped", number)', "number != 1 or os._exit(7)")
+    (tmp_path / "test_a.py").write_text(dying)
+    shown = run([], tmp_path, monkeypatch, workers=2, code=1)
+    assert "crashed while running 'test_a.py::test_grouped[1]@one'" in shown

@@ -7,15 +7,10 @@ import pytest
 from rank_testing import free_port, ports
 
 
-def test_a_server_can_take_it() -> None:
+def test_a_server_can_take_the_port_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
         server.listen()
-
-
-def test_a_taken_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))
         taken = server.getsockname()[1]
         other = free_port()
         monkeypatch.setattr(ports, "_ATTEMPTS", 2)

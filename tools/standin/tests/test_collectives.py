@@ -46,7 +46,7 @@ def all_kinds():
 
 def test_collectives_give_the_numbers_of_gloo():
     same = [[3.0, 10.0], [2.0, 5.0], [1.0, 5.0, 2.0, 5.0], [1.0, 5.0], [2.0, 5.0]]
-    first, second = run_ranks(all_kinds, 2, init=GROUP, timeout_s=60)
+    first, second = run_ranks(all_kinds, 2, init=GROUP)
     assert first == [*same, [3.0], [1.0, 2.0], [2.0, 10.0]]
     assert second == [*same, [10.0], [5.0, 5.0], [2.0, 10.0]]
 
@@ -76,7 +76,7 @@ def too_early():
 
 
 def test_results_are_poison_and_sources_in_use_until_the_stream_has_waited():
-    for early, late, elsewhere, after in run_ranks(too_early, 2, init=GROUP, timeout_s=60):
+    for early, late, elsewhere, after in run_ranks(too_early, 2, init=GROUP):
         assert all(map(math.isnan, early + elsewhere))
         assert late + after == [2.0] * 3
 
@@ -101,7 +101,7 @@ def refused():
 
 
 def test_tensors_that_nccl_refuses():
-    run_ranks(refused, 1, init=GROUP, timeout_s=60)
+    run_ranks(refused, 1, init=GROUP)
 
 
 def mixed_order():
@@ -116,4 +116,4 @@ def both_send_first():
 @pytest.mark.parametrize("program", [mixed_order, both_send_first])
 def test_calls_in_another_order_are_found(program):
     with pytest.raises(RankFailure, match="with NCCL both would hang"):
-        run_ranks(program, 2, init=GROUP, timeout_s=60)
+        run_ranks(program, 2, init=GROUP)

@@ -95,12 +95,8 @@ def test_each_device_draws_from_its_generator(accelerator):
     host = torch.rand(6, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(5)
     named = torch.Generator(accelerator).manual_seed(5)
-    places = (
-        {"device": "standin:0"},
-        {"device": "standin:1"},
-        {"device": accelerator, "generator": named},
-        {},
-    )
+    places = [{"device": name} for name in ("standin:0", "standin:1")]
+    places += [{"device": accelerator, "generator": named}, {}]
     for part in (host[:3], host[3:]):
         for place in places:
             assert torch.equal(torch.rand(3, **place).cpu(), part)

@@ -357,6 +357,15 @@ def test_delayed_weight_gradients_are_those_of_autograd():
     assert torch.allclose(experts.routed.weight.grad, third.grad, atol=1e-5)
 
 
+def test_delayed_weight_gradients_of_shared_experts_come_before_those_of_attention():
+    layer, order = LateLayer(**DELAYED), []
+    layer.self_attention.backward_dw = lambda: order.append("attention")
+    layer.mlp.shared_experts.backward_dw = lambda: order.append("shared experts")
+    layer.init_backward_dw_wrapper()
+    layer.backward_dw_wrapper.backward_dw()
+    assert order == ["shared experts", "attention"]
+
+
 @pytest.mark.parametrize("field", DELAYED)
 def test_without_delayed_weight_gradients_there_is_no_wrapper(field):
     layer = LateLayer(**{**DELAYED, field: False})

@@ -385,12 +385,10 @@ def test_a_recomputation_runs_as_its_forward_did(checked_runner, use_reentrant, 
     assert graphs_of(layer)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_recomputation_runs_as_its_forward_did():
+def test_on_an_accelerator_a_recomputation_runs_as_its_forward_did(accelerator):
     """Real captures inside checkpoints of both kinds: gradients of eager layers."""
     for use_reentrant in (False, True):
-        layer, plain = recomputed(TorchGraphRunner(), use_reentrant, 3, "cuda")
+        layer, plain = recomputed(TorchGraphRunner(), use_reentrant, 3, accelerator)
         torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
         assert graphs_of(layer)
 

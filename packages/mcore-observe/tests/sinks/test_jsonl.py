@@ -1,10 +1,14 @@
+import copy
 import json
 import math
 import os
+import pickle
 import re
 import resource
 import signal
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -33,6 +37,26 @@ def test_one_line_for_each_step_in_a_new_folder(tmp_path):
         f'{{"step": 2, "time": {times[1]}, "lm loss": null, "grad-norm": null}}\n'
     )
     assert isinstance(sink, MetricSink)
+
+
+def test_threads_share_a_file(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads switch between any two instructions
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda step: sink.log({"loss": step}, step), range(2000)))
+    finally:
+        sys.setswitchinterval(interval)
+    sink.close()
+    assert sorted(line["step"] for line in lines_of(sink.path)) == list(range(2000))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sink: pickle.loads(pickle.dumps(sink))])
+def test_a_sink_that_has_written_nothing_can_be_copied(copied, tmp_path):
+    sink = copied(JsonlSink(tmp_path / "metrics.jsonl"))
+    sink.log({"loss": 2.0}, 1)
+    assert lines_of(sink.path) == [{"step": 1, "loss": 2.0}]
 
 
 def test_a_second_run_continues_the_file(tmp_path):

@@ -169,7 +169,7 @@ def test_a_second_close_waits_for_the_first():
         time.sleep(0.001)
     run.close()
     assert ended.is_set()
-    first.join(60)
+    first.join(300)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_launches_and_transfers_of_thirty_scalars(accelerator, dtypes):
     assert [type(number) for number in numbers.values()] == [
         float if value.is_floating_point() else int for value in values.values()
     ]
-    assert record.waits.total() == 1
+    assert record.waits.total() == (accelerator.type == "standin")  # a GPU counts none
 
 
 def test_large_integers_of_a_device_stay_exact(accelerator):

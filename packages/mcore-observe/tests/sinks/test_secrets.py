@@ -126,12 +126,12 @@ def test_a_long_word_takes_no_longer_than_its_length():
 def test_the_time_is_proportional_to_the_length(unit):
     def time_of(size):
         text = unit * (size // len(unit)) + " end"
-        began = time.process_time()
+        began = time.thread_time()
         mask_secrets(text)
-        return time.process_time() - began
+        return time.thread_time() - began
 
     time_of(1000)
-    assert time_of(100_000) < 1.0  # a quadratic pattern takes minutes
+    assert time_of(100_000) < 10  # a quadratic pattern takes minutes
 
 
 _FORMS = {

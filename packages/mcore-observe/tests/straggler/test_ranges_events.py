@@ -179,7 +179,7 @@ def test_each_thread_is_waited_for():
     for _ in range(2):
         thread = threading.Thread(target=work)
         thread.start()
-        thread.join(30)
+        thread.join(300)
     assert detector._ranges.take()[COMPUTE_KIND].count == 2
     assert device.num_waits == 2
 

@@ -27,6 +27,7 @@ from mcore.parallel.checkpoint import (
 from mcore.parallel.checkpoint.planning import staging
 from mcore.tensor.device import current_device
 from rank_testing import run_ranks
+from standin.plugin import NCCL
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
@@ -202,10 +203,8 @@ def test_a_world_that_is_bound_to_a_device_saves_in_the_background(
 ) -> None:
     from torch import distributed as dist
 
-    dist.init_process_group(
-        f"{accelerator.type}_nccl", store=dist.HashStore(), rank=0, world_size=1,
-        device_id=accelerator,
-    )  # fmt: skip
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(NCCL, **alone, device_id=accelerator)
     try:
         with accelerator:
             save_sharded_state_dict(state_of(3), tmp_path / "a", async_=True).result()

@@ -39,18 +39,23 @@ from mcore.parallel.groups import comm_device
 from rank_testing import run_ranks
 
 
-def threads_and_files(expected: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Count them once connections that are being opened or closed have settled, as expected."""
+def threads_and_files(most: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Count them once connections that are being opened or closed have settled."""
     gc.collect()
     dist.barrier()
     counts: list[tuple[int, int]] = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while counts[-10:].count(counts[-1] if counts else (0, 0)) < 10 or (
-        expected not in (None, counts[-1]) and time.monotonic() < deadline
+        most is not None and not is_within(counts[-1], most) and time.monotonic() < deadline
     ):
         time.sleep(0.02)
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     return counts[-1]
+
+
+def is_within(counts: tuple[int, int], most: tuple[int, int]) -> bool:
+    """Whether no more is held: an earlier count may have had a connection that was closing."""
+    return counts[0] <= most[0] and counts[1] <= most[1]
 
 
 def summed(group: dist.ProcessGroup | None) -> float:
@@ -68,20 +73,20 @@ def make_and_destroy(rounds: int) -> dict[str, Any]:
     summed(kept.tp)
     one = threads_and_files()
     others = [ProcessGroups.from_sizes(tp=2, pp=2) for _ in range(9)]
-    found["ten cost as much as one"] = threads_and_files(one) == one
+    found["ten cost as much as one"] = is_within(threads_and_files(one), one)
     found["shared"] = all(other.tp is kept.tp and other.pp is kept.pp for other in others)
     for other in others:
         other.destroy()
     found["in use by one"] = summed(kept.tp)
     kept.destroy()
-    found["given back"] = threads_and_files(before) == before
+    found["given back"] = is_within(threads_and_files(before), before)
     for _ in range(rounds):
         pgs = ProcessGroups.from_sizes(tp=4, groups=("tp", "cp", "dp", "pp"))
         assert pgs.dense_mesh is not None
         pgs.destroy()
         ProcessGroups.from_mesh(mesh, groups=("tp", "dp")).destroy()
     del pgs
-    found["after many rounds"] = threads_and_files(before) == before
+    found["after many rounds"] = is_within(threads_and_files(before), before)
     found["repr"] = repr(kept)
     found["mesh still works"] = summed(mesh["tp"].get_group())
     pgs = ProcessGroups.from_sizes(tp=2)

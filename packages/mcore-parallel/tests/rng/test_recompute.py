@@ -215,9 +215,11 @@ def test_selective_checkpoints_keep_what_their_policy_says_and_repeat_the_rest()
 
 
 @pytest.mark.parametrize("wrap", KINDS.values(), ids=KINDS)
-def test_an_error_in_the_function_leaves_the_streams_where_they_stand(wrap: Any) -> None:
-    model_parallel_cuda_manual_seed(5, force_reset_rng=True, device="cpu")
-    hidden = torch.ones(4, requires_grad=True)
+def test_an_error_in_the_function_leaves_the_streams_where_they_stand(
+    wrap: Any, device: torch.device
+) -> None:
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True, device=device)
+    hidden = torch.ones(4, requires_grad=True, device=device)
     calls = []
 
     def failing(hidden: Tensor) -> Tensor:
@@ -282,18 +284,16 @@ def test_an_inference_tracker_has_nothing_to_repeat() -> None:
     assert isinstance(get_cuda_rng_tracker().snapshot(), nullcontext)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wrap", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["plain", "graph-safe"])
-def test_dropout_on_a_gpu(wrap: Any, graph_safe: bool) -> None:
-    """Checks on a GPU that states and live handles are repeated, and left where they stood."""
+def test_dropout_on_an_accelerator(wrap: Any, graph_safe: bool, accelerator: torch.device) -> None:
+    """States and live handles are repeated, and left where they stood."""
 
     def run(wrap: Any) -> list[Tensor]:
         model_parallel_cuda_manual_seed(
-            5, use_cudagraphable_rng=graph_safe, force_reset_rng=True, device="cuda"
+            5, use_cudagraphable_rng=graph_safe, force_reset_rng=True, device=accelerator
         )
-        leaf = torch.ones(64, WIDTH, device="cuda", requires_grad=True)
+        leaf = torch.ones(64, WIDTH, device=accelerator, requires_grad=True)
         handles = get_cuda_rng_tracker().get_states()
         output = wrap(lambda hidden: wrap(dropped, hidden) * hidden, leaf)
         with get_cuda_rng_tracker().fork(STREAMS[1]):
@@ -302,7 +302,8 @@ def test_dropout_on_a_gpu(wrap: Any, graph_safe: bool) -> None:
         if graph_safe:  # a graph that registered a handle draws from the stream itself
             for name, handle in handles.items():
                 assert torch.equal(handle.get_state(), after[name].get_state())
-        return [output.detach().cpu(), leaf.grad.cpu(), torch.cuda.get_rng_state(), *every_state()]
+        default = torch.get_device_module(accelerator).get_rng_state()
+        return [output.detach().cpu(), leaf.grad.cpu(), default, *every_state()]
 
     assert_same_bits(run(wrap), run(plain))
 

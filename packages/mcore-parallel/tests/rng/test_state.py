@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -15,24 +17,9 @@ needs_no_accelerator = pytest.mark.skipif(
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def _keep_the_default_numbers():
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-
-
 def new_generator(seed: int) -> torch.Generator:
     """A separate generator of the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
-
-
-def default_state() -> torch.Tensor:
-    """The state of the default numbers of the default device, by torch alone."""
-    device = torch.get_default_device()
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    state: torch.Tensor = module.get_rng_state()
-    return state
 
 
 def fresh(seed: int, count: int) -> torch.Tensor:
@@ -52,7 +39,9 @@ def test_a_state_that_was_read_repeats_the_numbers(graph_safe: bool, clone: bool
 
 
 @pytest.mark.usefixtures("on_each_device")
-def test_a_plain_state_is_that_of_torch_and_does_not_change_with_draws() -> None:
+def test_a_plain_state_is_that_of_torch_and_does_not_change_with_draws(
+    default_state: Callable[[], torch.Tensor],
+) -> None:
     state = _get_cuda_rng_state(torch.get_default_device())
     assert state.dtype == torch.uint8
     assert torch.equal(state, default_state())

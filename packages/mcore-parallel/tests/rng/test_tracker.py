@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,24 +33,9 @@ BOTH_MODES = pytest.mark.parametrize("graph_safe", [False, True], ids=["plain", 
 SEEDS = {"s1": 11, "s2": 22}
 
 
-@pytest.fixture(autouse=True)
-def _keep_the_default_numbers():
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
-
-
 def new_generator(seed: int) -> torch.Generator:
     """A separate generator of the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
-
-
-def default_state() -> torch.Tensor:
-    """The state of the default numbers of the default device, by torch alone."""
-    device = torch.get_default_device()
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    state: torch.Tensor = module.get_rng_state()
-    return state
 
 
 def make_tracker(graph_safe: bool, **seeds: int) -> CudaRNGStatesTracker:
@@ -81,7 +66,9 @@ def test_the_names_of_the_streams() -> None:
 
 @EACH_DEVICE
 @BOTH_MODES
-def test_a_fork_draws_from_the_stream_and_leaves_the_default_numbers(graph_safe: bool) -> None:
+def test_a_fork_draws_from_the_stream_and_leaves_the_default_numbers(
+    graph_safe: bool, default_state: Callable[[], torch.Tensor]
+) -> None:
     before = default_state()
     tracker = make_tracker(graph_safe, a=1234)
     assert torch.equal(default_state(), before)
@@ -166,7 +153,7 @@ def test_any_nesting_gives_each_stream_its_own_sequence(
 @EACH_DEVICE
 @BOTH_MODES
 def test_an_exception_leaves_the_fork_unchanged_and_the_stream_where_it_stood(
-    graph_safe: bool,
+    graph_safe: bool, default_state: Callable[[], torch.Tensor]
 ) -> None:
     tracker = make_tracker(graph_safe)
     before, error = default_state(), RuntimeError("from the body")
@@ -184,7 +171,9 @@ def test_an_exception_leaves_the_fork_unchanged_and_the_stream_where_it_stood(
         assert draw() == numbers(SEEDS["s2"], 2)[1]
 
 
-def test_an_unknown_stream_raises_a_key_error_at_the_with_and_changes_nothing() -> None:
+def test_an_unknown_stream_raises_a_key_error_at_the_with_and_changes_nothing(
+    default_state: Callable[[], torch.Tensor],
+) -> None:
     tracker = make_tracker(False)
     before, entered = default_state(), False
     pending = tracker.fork("missing")
@@ -281,7 +270,9 @@ def test_states_read_inside_a_fork_are_those_of_the_moment(graph_safe: bool) -> 
 
 
 @pytest.mark.parametrize("value", ["state", 1, None])
-def test_values_are_looked_at_only_when_they_are_used(value: object) -> None:
+def test_values_are_looked_at_only_when_they_are_used(
+    value: object, default_state: Callable[[], torch.Tensor]
+) -> None:
     tracker = CudaRNGStatesTracker(device=torch.get_default_device())
     tracker.set_states({"a": value})
     assert tracker.get_states() == {"a": value}
@@ -314,7 +305,9 @@ def test_states_change_between_plain_and_graph_safe_trackers(graph_safe: bool) -
 
 @EACH_DEVICE
 @BOTH_MODES
-def test_a_reset_inside_a_fork_keeps_the_new_streams(graph_safe: bool) -> None:
+def test_a_reset_inside_a_fork_keeps_the_new_streams(
+    graph_safe: bool, default_state: Callable[[], torch.Tensor]
+) -> None:
     tracker = make_tracker(graph_safe)
     before = default_state()
     with tracker.fork("s1"), tracker.fork("s2"):

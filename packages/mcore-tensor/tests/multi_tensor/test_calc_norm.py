@@ -32,6 +32,12 @@ def test_several_dtypes_are_as_exact_as_float64(length):
         assert not norm.requires_grad
 
 
+def test_parameters_that_are_gathered_late_are_completed_first():
+    late = torch.nn.Parameter(torch.zeros(2))
+    late._ensure_param_ready_callback = lambda: late.data.fill_(3.0)
+    assert calc_norm([torch.full((2,), 4.0), late]).item() == pytest.approx(math.sqrt(50))
+
+
 @pytest.mark.usefixtures("on_each_device")
 def test_what_is_large_in_one_dtype_is_not_lost_in_another():
     large = torch.tensor([1e30], dtype=torch.double)

@@ -191,6 +191,19 @@ def test_a_long_tensor_is_exact_where_one_float32_sum_is_not(dtype, per_tensor):
         assert (tensor.norm().double() - exact).abs() / exact > 1e-5
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("per_tensor", [True, False])
+def test_tensors_around_the_length_from_which_they_are_not_packed(dtype, per_tensor):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [norms._LONG + extra for extra in (-1, 0, 1, 5000)]
+    tensors = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+    norm, each = local_multi_tensor_l2_norm(CHUNK, None, [tensors], per_tensor)
+    assert norm.item() == pytest.approx(torch.cat(tensors).double().norm().item(), rel=2e-6)
+    if per_tensor:
+        exact = torch.stack([tensor.double().norm() for tensor in tensors])
+        torch.testing.assert_close(each.double(), exact, rtol=2e-6, atol=0)
+
+
 LAYOUTS = {
     "contiguous": lambda tensor: tensor,
     "every other": lambda tensor: tensor.repeat_interleave(2)[::2],

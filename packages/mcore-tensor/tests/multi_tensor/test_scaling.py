@@ -351,6 +351,13 @@ def test_the_path_of_accelerators_gives_the_same(seed, source_dtype, dtype):
     assert not multiply.non_finite()
 
 
+def test_a_tensor_beyond_the_limit_is_a_batch_of_its_own():
+    """Such as a part of a strided tensor, which is cut into whole rows only."""
+    tensors = [torch.empty(length) for length in (5, 2, 1, 7)]
+    batches = list(scaling._split_into_batches(tensors, 3))
+    assert batches == [slice(0, 1), slice(1, 3), slice(3, 4)]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("source_dtype", FLOATS)
 def test_fake_and_meta_tensors_have_no_data_to_read(source_dtype, dtype):

@@ -377,7 +377,6 @@ def _accept_both_spellings(
 def _restore_assigned(module: Float16Module, _: Any) -> None:
     """Restore precision after a parent has loaded the wrapper and everything below it."""
     if module._assigned:
-        module._assigned = False
         restore_precision(module.module, module._dtype)
 
 

@@ -66,7 +66,7 @@ def create_value_head_hook(
         output_layer_path: Dotted path of the output layer below a chunk. The layer may be None. In
             a model of transformers the head returns its tensor alone, which becomes the logits.
         broadcast_init: Make the head equal on all tensor-parallel ranks. False for a head on the
-            meta device.
+            meta device: it needs no group.
         bias: Add a bias to the head.
         dropout: Probability of dropping an input of the head in training.
         fp32_head: Make the head in float32 and keep it in float32 when the model is cast.
@@ -342,4 +342,3 @@ def _broadcast(head: LinearForLastLayer) -> None:
     source = get_pg_src_rank(head.tp_group)
     for parameter in head.parameters():
         dist.broadcast(parameter.detach(), src=source, group=head.tp_group)
-        torch.autograd.graph.increment_version(parameter)  # a collective does not

@@ -50,7 +50,7 @@ class Server:
         self.gate.set()
 
     def send(self, entries):
-        self.gate.wait(60)
+        self.gate.wait(300)
         self.attempts += 1
         if self.is_down:
             raise OSError("connection refused by http://me:password@host")
@@ -58,9 +58,9 @@ class Server:
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened for a minute"
+        assert time.monotonic() < deadline, "nothing happened for five minutes"
         time.sleep(0.005)
 
 
@@ -138,7 +138,7 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     server.is_down = False
     for step in range(50, 60):
         sender.put(step)
-    sender.flush()
+    wait_for(lambda: not sender.num_kept)  # a flush may end with a call that was failing
     assert steps(server.calls) == list(range(60))
     sender.close()
     assert [(r.levelname, r.getMessage()) for r in records_of_the_tracker(caplog)] == [
@@ -183,7 +183,7 @@ def test_a_value_counts_once_while_its_call_begins(monkeypatch):
         return count(entries)
 
     monkeypatch.setattr(tracker_run, "_count", count_slowly)
-    sender = Run(lambda entries: (begun.set(), gate.wait(60)), linger_s=0.0)
+    sender = Run(lambda entries: (begun.set(), gate.wait(300)), linger_s=0.0)
     sender.put(1)
     seen = {sender.num_kept}
     while not begun.is_set():
@@ -198,7 +198,7 @@ def test_a_hanging_call_delays_nothing():
     sender = Run(server.send, max_values=10, linger_s=0.0, patience_s=0.2)
     server.gate.clear()
     for step in range(200):
-        sender.put(step)  # ends: the server's gate stays shut for a minute
+        sender.put(step)  # ends: the server's gate stays shut
     assert server.attempts == 0
     server.gate.set()
     sender.close()
@@ -288,7 +288,7 @@ def test_close_does_not_wait_for_a_hanging_call():
     sender.close()
     assert thread.daemon
     server.gate.set()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive()
     assert sender.num_kept == 0
 

@@ -114,7 +114,7 @@ KINDS = [
 
 def one_request(address, data, manner):
     """Send something; return the status of the answer, or None without one."""
-    with socket.create_connection(address, timeout=30) as client:
+    with socket.create_connection(address, timeout=300) as client:
         try:
             if data:
                 client.sendall(data)
@@ -135,7 +135,7 @@ def slow_clients(address, stop):
     while not stop.wait(0.05):
         while len(clients) < NUM_HALF_OPEN:
             with contextlib.suppress(OSError):
-                client = socket.create_connection(address, timeout=30)
+                client = socket.create_connection(address, timeout=300)
                 client.sendall(b"POST /on HTTP/1.0\r\nAuthorization: Bearer ")
                 clients.append(client)
         for client in clients[::2]:
@@ -172,7 +172,7 @@ def attack(address):
         statuses[one_request(address, data, manner)] += 1
         if number % 500 == 0:
             assert ask_healthz(address) == b"ok"
-    burst = [socket.create_connection(address, timeout=30) for _ in range(NUM_BURST)]
+    burst = [socket.create_connection(address, timeout=300) for _ in range(NUM_BURST)]
     time.sleep(0.5)
     for client in burst:
         client.close()

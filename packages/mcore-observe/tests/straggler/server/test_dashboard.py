@@ -45,7 +45,7 @@ def labels_of():
     )
     try:
         address = "http://{}:{}/metrics".format(*controller.address)
-        text = urllib.request.urlopen(address, timeout=60).read().decode()
+        text = urllib.request.urlopen(address, timeout=300).read().decode()
     finally:
         controller.close()
     return {

@@ -74,5 +74,5 @@ def test_toggles_of_many_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert state.status()["pending"] is None

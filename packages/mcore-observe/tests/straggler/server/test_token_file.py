@@ -82,7 +82,7 @@ def test_files_of_dead_processes_are_removed_by_the_next_start(listen, caches):
     for job in (killed, living):
         job.wait_until_printed("is open\n", 300)
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(60)
+    killed.wait(300)
     foreign = caches / "another-machine-127.0.0.1-5000"
     foreign.write_text("token")
     before = set(caches.iterdir())
@@ -91,7 +91,7 @@ def test_files_of_dead_processes_are_removed_by_the_next_start(listen, caches):
     assert foreign in after  # the locks of other machines are not known here
     assert len(before - after) == len(after - before) == 1
     os.kill(living.pid, signal.SIGKILL)
-    living.wait(60)
+    living.wait(300)
 
 
 def test_given_tokens_and_toggles_by_get_need_no_file(listen, caches, monkeypatch):

@@ -255,7 +255,7 @@ def test_the_loser_of_two_saves_to_one_path_is_told_so(
     real, ready = directory.publish, threading.Barrier(2)
 
     def publish(incomplete: Path, final: Path) -> None:
-        ready.wait(60)
+        ready.wait(300)
         real(incomplete, final)
 
     monkeypatch.setattr(directory, "publish", publish)

@@ -358,6 +358,56 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     assert len(every.state) == 2
 
 
+def test_a_tied_parameter_takes_one_content_only(tmp_path: Path) -> None:
+    def make(tied: bool) -> torch.nn.ModuleDict:
+        model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return model
+
+    saved, model = make(tied=False), make(tied=True)
+    before = model["a"].weight.clone()
+    optimizer = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
+    saved["b"](saved["a"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    save_training_state(tmp_path / "differ", saved, optimizer, step=1, average=saved)
+    with pytest.raises(CheckpointingException, match=r"different content.*\n.*model\.b\.weight"):
+        load_training_state(tmp_path / "differ", model)
+    assert torch.equal(model["a"].weight, before)
+    with pytest.raises(CheckpointingException, match=r"- average\.b\.weight"):
+        load_training_state(tmp_path / "differ", make(tied=False), average=model)
+    load_training_state(tmp_path / "differ", model, exclude="model.b.weight")
+    assert torch.equal(model["a"].weight, saved["a"].weight)
+    with torch.no_grad():
+        saved["b"].weight.copy_(saved["a"].weight)
+    save_training_state(tmp_path / "equal", saved, optimizer, step=1)
+    save_training_state(tmp_path / "last", saved, step=1)
+    model = make(tied=True)
+    load_training_state(tmp_path / "last", model)
+    load_training_state(tmp_path / "equal", model)
+    assert torch.equal(model["b"].weight, saved["a"].weight)
+
+
+def test_merged_adapters_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")  # an isolated installation has no other libraries
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    model, other = (peft.get_peft_model(net(seed), config) for seed in range(2))
+    batch = torch.ones(6, 4)
+    expected = model.eval()(batch)
+    save_training_state(tmp_path / "a", model, step=1)
+    model.merge_adapter()
+    for call in (
+        lambda: save_training_state(tmp_path / "b", model, step=1),
+        lambda: load_training_state(tmp_path / "a", model),
+        lambda: save_training_state(tmp_path / "b", net(), step=1, average=model),
+    ):
+        with pytest.raises(CheckpointingException, match="unmerge_adapter"):
+            call()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    load_training_state(tmp_path / "a", other)
+    assert torch.equal(other.eval()(batch), expected)
+
+
 @pytest.mark.usefixtures("on_each_device")
 def test_random_streams_are_put_back_unless_they_are_not_wanted(tmp_path: Path) -> None:
     def draw() -> list[Any]:

@@ -34,7 +34,7 @@ def _compute_num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
     if num_bytes <= 0:
         return ValueError(f"size_in_mb must be positive, at least one byte, got {size_in_mb}")
     if num_bytes > _LARGEST:
-        return ValueError(f"size_in_mb must be below {_LARGEST >> 20}, got {size_in_mb}")
+        return ValueError(f"size_in_mb must be at most {_LARGEST >> 20}, got {size_in_mb}")
     return num_bytes
 
 

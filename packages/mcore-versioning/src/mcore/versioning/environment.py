@@ -6,7 +6,7 @@ import ast
 import json
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
@@ -56,10 +56,11 @@ class PackageState(NamedTuple):
         return "not installed" if self.version is None else "installed"
 
 
-def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
+def package_state(module: str, name: str, watched: Collection[str] | None = None) -> PackageState:
     """Determine whether a package is installed and can work here, without importing it.
 
-    A problem is reported only if the installed files themselves prove it.
+    A problem is reported only if the installed files themselves prove it. Of its requirements only
+    those in ``watched``, which are normalised names, are checked, all of them with None.
     """
     try:
         spec = _find_spec(module)
@@ -93,7 +94,7 @@ def _find_problems(
     version: str | None,
     module: str,
     spec: ModuleSpec | None,
-    watched: Iterable[str] | None,
+    watched: Collection[str] | None,
 ) -> Iterator[str]:
     if version is None or read_version_text(version) is None:
         yield f"its metadata gives the version {version!r}, which is not a valid version"
@@ -179,16 +180,15 @@ def _get_supported_tags() -> frozenset[Tag]:
 
 
 def _check_requirements(
-    installed: Distribution, version: str, watched: Iterable[str] | None
+    installed: Distribution, version: str, watched: Collection[str] | None
 ) -> Iterator[str]:
-    names = None if watched is None else {canonicalize_name(name) for name in watched}
     for text in installed.requires or ():
         try:
             requirement = Requirement(text)
             applies = requirement.marker is None or requirement.marker.evaluate()
         except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
             continue
-        is_watched = names is None or canonicalize_name(requirement.name) in names
+        is_watched = watched is None or canonicalize_name(requirement.name) in watched
         problem = _find_problem(requirement) if applies and is_watched else None
         if problem is not None:
             wanted = f"{requirement.name}{requirement.specifier}"

@@ -173,7 +173,7 @@ def is_internal_api(obj: object) -> bool:
         >>> is_internal_api(print)
         False
     """
-    return any(own.get("_internal_api") is True for own in _own_attributes(obj))
+    return any(own.get("_internal_api") for own in _own_attributes(obj))
 
 
 def is_experimental_api(obj: object) -> bool:
@@ -183,7 +183,7 @@ def is_experimental_api(obj: object) -> bool:
         >>> is_experimental_api(print)
         False
     """
-    return any(own.get("_experimental_api") is True for own in _own_attributes(obj))
+    return any(own.get("_experimental_api") for own in _own_attributes(obj))
 
 
 def get_deprecation(obj: object) -> DeprecationInfo | None:

@@ -166,8 +166,9 @@ def _count_dp_ranks(args: Any) -> int:
 
 def _read_counters(args: Any, step: int) -> dict[str, Any]:
     """Return the counters of a step's checkpoint, or estimate them from the settings."""
-    try:
-        found = json.loads(Path(args.output_dir, f"checkpoint-{step}", _COUNTERS).read_text())
+    path = Path(args.output_dir, f"checkpoint-{step}", _COUNTERS)
+    try:  # the read of a pipe would wait for ever
+        found = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError):
         found = None
     if isinstance(found, dict):

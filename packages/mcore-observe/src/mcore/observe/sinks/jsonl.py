@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,8 +36,9 @@ class JsonlSink:
     run that continues from an earlier checkpoint logs some steps twice. The later line of a step
     is valid, unless ``resume_step`` has the earlier lines removed.
 
-    One process writes one file. A :class:`mcore.observe.GlobalState` uses the sinks of the last
-    rank only, so every rank may make one. In other programs give each rank a separate path.
+    One process writes one file, from any of its threads. A :class:`mcore.observe.GlobalState` uses
+    the sinks of the last rank only, so every rank may make one. In other programs give each rank a
+    separate path.
 
     Args:
         path: The file. Missing folders are created.
@@ -64,6 +66,13 @@ class JsonlSink:
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
         self._is_closed = False
+        self._lock = threading.RLock()  # a signal handler may close the sink during a write
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line. NaN and infinities become null.
@@ -88,15 +97,16 @@ class JsonlSink:
             del record[name]
         head = {"step": int(step), "time": round(time.time(), 3)}
         line = json.dumps(head | record, allow_nan=False)
-        others_wait = bool(self._waiting)
-        if len(self._waiting) > _MOST_WAITING_BYTES:
-            self._write()  # raises before the line is added: memory stays bounded
-        self._waiting += line.encode() + b"\n"
-        try:
-            self._write()
-        except OSError:
-            if not others_wait:
-                raise
+        with self._lock:
+            others_wait = bool(self._waiting)
+            if len(self._waiting) > _MOST_WAITING_BYTES:
+                self._write()  # raises before the line is added: memory stays bounded
+            self._waiting += line.encode() + b"\n"
+            try:
+                self._write()
+            except OSError:
+                if not others_wait:
+                    raise
 
     def flush(self) -> None:
         """Write the lines to the disk, where they survive a crash of the machine too.
@@ -104,9 +114,10 @@ class JsonlSink:
         Raises:
             OSError: Some cannot be written.
         """
-        self._write()
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                os.fsync(self._file.fileno())
 
     def close(self, status: str = "FINISHED") -> None:
         """Close the file. Closing twice is fine.
@@ -114,13 +125,14 @@ class JsonlSink:
         Raises:
             OSError: Some lines could not be written.
         """
-        try:
-            self._write()
-        finally:
-            if self._file is not None:
-                self._file.close()
-            self._file, self._is_closed = None, True
-            self._waiting.clear()
+        with self._lock:
+            try:
+                self._write()
+            finally:
+                if self._file is not None:
+                    self._file.close()
+                self._file, self._is_closed = None, True
+                self._waiting.clear()
 
     def _write(self) -> None:
         """Write the waiting lines. Bytes that a full disk refuses keep waiting."""

@@ -17,7 +17,7 @@ import pickle
 import secrets
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -35,8 +35,6 @@ from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import (
     ALIGNMENT_BYTES,
     MANIFEST_FILE,
-    Piece,
-    aligned,
     describe_for_torch,
     encode_manifest,
 )
@@ -63,7 +61,7 @@ logger = logging.getLogger(__name__)
 _REPLY = struct.Struct(">QII")  # token, then the largest numbers of writes and of compared shards
 _RESULT = struct.Struct(">?Q")  # whether the rank has written, and the length of its packed pieces
 _PIECE = struct.Struct(">qqq8s")  # number, length, elements or -1, checksum
-Taken = tuple[list[staging.Content], bytes]  # what the rank writes, digests of compared shards
+Taken = tuple[Iterable[staging.Content], bytes]  # what the rank writes, digests of compared shards
 Save = directory.LocalSave | directory.RemoteSave
 
 
@@ -244,26 +242,27 @@ def _take(
     team: Team,
     options: SaveOptions,
 ) -> Taken:
-    """Return the leaves that this rank writes, copied to the CPU for an asynchronous save."""
-    chosen: list[tuple[int, staging.Candidate]] = []
-    compared = []
+    """Return the leaves that this rank writes, values first.
+
+    They are copied to the CPU for an asynchronous save, else taken when they are written.
+    """
+    written, compared = dict[int, staging.Candidate](), []
     for number, leaf in enumerate(leaves):
         is_empty = isinstance(leaf, ShardedTensor) and not prod(leaf.local_shape)
         if flags[number] & writers.PER_RANK and isinstance(leaf, staging.CommonValue):
-            of_rank = ShardedObject(leaf.key, leaf.value, (team.size,), (team.rank,))
-            chosen.append((number, of_rank))
+            written[number] = ShardedObject(leaf.key, leaf.value, (team.size,), (team.rank,))
         elif flags[number] & writers.WRITTEN and not is_empty:
-            chosen.append((number, leaf))
+            written[number] = leaf
         if flags[number] & writers.COMPARED:
             compared.append(staging.digest_of(staging.tensor_of(leaf)))
-    staging.reject_unsavable([leaf for _, leaf in chosen if isinstance(leaf, staging.CommonValue)])
+    common = [one for one in written.values() if isinstance(one, staging.CommonValue)]
+    staging.reject_unsavable(common)
     if plan is not None:
-        chosen += enumerate(plan.merged, len(leaves))
-    contents = [
-        staging.take_content(*one, is_copied=options.async_, weights_only=options.weights_only)
-        for one in chosen
-    ]
-    return contents, b"".join(compared)
+        written.update(enumerate(plan.merged, len(leaves)))
+    order = sorted(written, key=lambda number: staging.is_tensor(written[number]))
+    options_of = {"is_copied": options.async_, "weights_only": options.weights_only}
+    contents = (staging.take_content(number, written[number], **options_of) for number in order)
+    return list(contents) if options.async_ else contents, b"".join(compared)
 
 
 def _write_and_publish(
@@ -283,9 +282,9 @@ def _write_and_publish(
                 plan.require_whole()
             contents, digests = take()
             save.begin()
-            tensors = [one.source for one in contents if isinstance(one.source, torch.Tensor)]
-            num_bytes = sum(tensor.nbytes for tensor in tensors)
             stream = sys.stderr if options.progress_bar and team.is_first else None
+            writes = plan.iterate_writes(0) if plan is not None and stream is not None else ()
+            num_bytes = sum(one.record.count_bytes() for one in writes)
             title = f"saving {save.final.name}"
             with figures.show_progress(title, num_bytes, stream) as report:
                 packed = write_file(save, team.rank, contents, report)
@@ -308,24 +307,23 @@ def _write_and_publish(
 
 
 def write_file(
-    save: Save, rank: int, contents: Sequence[staging.Content], report: Callable[[int], object]
+    save: Save, rank: int, contents: Iterable[staging.Content], report: Callable[[int], object]
 ) -> bytes:
-    """Write and sync the file of a rank: values, then tensors, each as an archive.
+    """Write and sync the file of a rank: each content as an archive.
 
     Returns the packed pieces. No contents make no file. ``report`` gets the bytes of each tensor.
     """
-    if not contents:
+    left, packed = iter(contents), bytearray()
+    if (following := next(left, None)) is None:
         return b""
-    ordered = sorted(contents, key=lambda one: isinstance(one.source, torch.Tensor))
-    key, packed = ordered[0].key, []
+    key = following.key
     try:
         with save.new_file(rank) as file:
-            stream, ahead = ChecksummedStream(file), staging.start_content(ordered[0].source)
-            for place, one in enumerate(ordered, 1):
-                finish = ahead
-                if place < len(ordered):  # the next one is copied while this one is written
-                    key = ordered[place].key
-                    ahead = staging.start_content(ordered[place].source)
+            stream, ahead = ChecksummedStream(file), staging.start_content(following.source)
+            while following is not None:
+                one, finish = following, ahead
+                if following := next(left, None):  # is copied while this one is written
+                    key, ahead = following.key, staging.start_content(following.source)
                 key, content, at, elements = one.key, finish(), stream.end, -1
                 if isinstance(content, torch.Tensor):
                     elements = write_tensor(stream, content)
@@ -333,15 +331,14 @@ def write_file(
                 else:
                     stream.write(content)
                 length = stream.end - at
-                if place < len(ordered):
+                if following is not None:
                     stream.write(bytes(-stream.end % ALIGNMENT_BYTES))
-                checksum = bytes.fromhex(stream.take_checksum())
-                packed.append(_PIECE.pack(one.number, length, elements, checksum))
+                packed += _PIECE.pack(one.number, length, elements, stream.take_checksum())
     except CheckpointingException:
         raise
     except Exception as error:
         raise _name_failure(error, save.file_of(rank), key) from error
-    return b"".join(packed)
+    return bytes(packed)
 
 
 def _publish(
@@ -362,21 +359,14 @@ def _publish(
     # Imported here: it takes seconds that only the first rank of a save needs.
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    located, digests = [], []
-    names = [save.file_of(rank).name for rank in range(len(results))]
-    for name, result, (_, length) in zip(names, results, headers, strict=True):
-        end, pieces = 0, list[tuple[int, Piece]]()
-        digests.append(result[_RESULT.size + length :])
-        for number, size, elements, checksum in _PIECE.iter_unpack(
-            result[_RESULT.size : _RESULT.size + length]
-        ):
-            at, before = aligned(end), None if elements < 0 else elements
-            pieces.append((number, Piece(name, at, size, size, checksum.hex(), before, (), ())))
-            end = at + size
-        located.append(pieces)
-    plan.compare_shards(digests)
-    keys, named = plan.name_pieces(located)
-    files = {name: one for name, one in zip(names, named, strict=True) if one}
+    ends = [_RESULT.size + length for _, length in headers]
+    plan.compare_shards([result[end:] for result, end in zip(results, ends, strict=True)])
+    keys, files = plan.name_pieces(
+        [
+            (save.file_of(rank).name, _PIECE.iter_unpack(results[rank][_RESULT.size : end]))
+            for rank, end in enumerate(ends)
+        ]
+    )
     sizes = {name: pieces[-1][1].at + pieces[-1][1].length for name, pieces in files.items()}
     for _, problem in size_problems(save.folder, sizes):
         raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
@@ -385,7 +375,7 @@ def _publish(
     metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
     part = file_part_type()
     metadata.storage_data = {
-        index: part(piece.file, piece.at, piece.length) for index, (piece, _) in stored.items()
+        index: part(piece.file, piece.at, piece.length) for index, piece in stored.items()
     }
     path = save.folder / METADATA_FILE
     try:

@@ -89,12 +89,13 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
                 f"two leaves of the state dict have the name {name!r}. Rename one of them"
             )
         else:
-            leaf = value if isinstance(value, OneLeaf) else OneLeaf(value)
-            entries.common[name] = (path, leaf.value)
-            if leaf.merge is not None:
-                entries.merged[name] = leaf
-            elif leaf.role is not Role.FIRST:
-                entries.roles[name] = leaf.role
+            if isinstance(value, OneLeaf):
+                if value.merge is not None:
+                    entries.merged[name] = value
+                elif value.role is not Role.FIRST:
+                    entries.roles[name] = value.role
+                value = value.value
+            entries.common[name] = (path, value)
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
     return replace(entries, common=dict(sorted(entries.common.items())))
@@ -127,10 +128,8 @@ def shard_of_dtensor(
         )
     counts = [1] * tensor.ndim  # shards along each axis, by the later mesh dimensions
     for mesh_dim in reversed(range(len(placements))):
-        axis, factor = (
-            getattr(placements[mesh_dim], "dim", None),
-            split_factor(placements[mesh_dim]),
-        )
+        axis = getattr(placements[mesh_dim], "dim", None)
+        factor = split_factor(placements[mesh_dim])
         if axis is None:
             continue
         # FSDP2 over tensor parallelism cuts in the opposite order of the mesh and marks its shards

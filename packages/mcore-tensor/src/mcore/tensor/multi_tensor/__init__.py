@@ -23,6 +23,7 @@ from mcore.tensor.multi_tensor.lists import (
 )
 from mcore.tensor.multi_tensor.norms import norms_of_pieces, norms_of_tensors
 from mcore.tensor.multi_tensor.scaling import moved, scaled_copy
+from mcore.tensor.param_flags import ensure_params_ready
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +191,8 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     that hold their shards: one all-reduce (SUM of one number) for each mesh dimension, once for all
     DTensors that are split over the same dimensions. All ranks of a mesh have to call it with its
     DTensors in the same order, and all get the result. There is no communication for replicas or
-    without DTensors, and no tensor is read on the host.
+    without DTensors, and no tensor is read on the host. Parameters that a backend gathers late are
+    completed first, see ``ensure_params_ready``.
 
     Args:
         tensors: Tensors of any mix of float dtypes and devices. Shards may be empty.
@@ -213,6 +215,7 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     if isinstance(tensors, Tensor):
         raise TypeError("tensors must be a list of tensors, got a tensor")
     given = list(tensors)
+    ensure_params_ready(given)
     shards = [_find_split_dims(tensor, index) for index, tensor in enumerate(given)]
     local = [to_local_if_dtensor(tensor) for tensor in given]
     check_tensors(local, "tensors")

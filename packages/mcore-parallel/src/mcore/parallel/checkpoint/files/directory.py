@@ -214,9 +214,8 @@ class _EarlyFlushedFile(io.FileIO):
 
     def write(self, content: ReadableBuffer) -> int:
         written = super().write(content)
-        end = (
-            self.tell() // _AT_ONCE_BYTES * _AT_ONCE_BYTES
-        )  # a half page would block the next write
+        # A half page would block the next write.
+        end = self.tell() // _AT_ONCE_BYTES * _AT_ONCE_BYTES
         if end > self.started and hasattr(os, "posix_fadvise"):
             # Allowing the kernel to drop pages makes it start to write them, without waiting.
             with suppress(OSError):

@@ -66,20 +66,20 @@ class StoredKey(NamedTuple):
 
 def describe_for_torch(
     keys: Mapping[str, StoredKey],
-) -> tuple[Metadata, dict[MetadataIndex, tuple[Piece, torch.dtype | None]]]:
+) -> tuple[Metadata, dict[MetadataIndex, Piece]]:
     """Describe keys as torch.distributed.checkpoint does, and return their pieces by its index."""
     # Imported here: it takes seconds that only a save or load needs.
     from torch.distributed.checkpoint import metadata as dcp
 
     described: dict[str, Any] = {}
-    pieces: dict[MetadataIndex, tuple[Piece, torch.dtype | None]] = {}
+    pieces: dict[MetadataIndex, Piece] = {}
     # Shared by the keys, which keeps the pickled index small.
     size_of = cache(torch.Size)
     properties_of = cache(lambda dtype: dcp.TensorProperties(dtype=dtype))
     for name, (dtype, shape, inside) in keys.items():
         for piece in inside:
             start = None if dtype is None else piece.start
-            pieces[dcp.MetadataIndex(name, start)] = (piece, dtype)
+            pieces[dcp.MetadataIndex(name, start)] = piece
         boxes = [(size_of(piece.start), size_of(piece.shape)) for piece in inside]
         described[name] = (
             dcp.BytesStorageMetadata()

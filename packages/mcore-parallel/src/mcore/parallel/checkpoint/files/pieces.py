@@ -96,10 +96,10 @@ class ChecksummedStream:
     def flush(self) -> None:
         """Do nothing. torch.save expects the method."""
 
-    def take_checksum(self) -> str:
+    def take_checksum(self) -> bytes:
         """Return the checksum of the bytes since the last call."""
         running, self._running = self._running, RunningChecksum()
-        return running.hexdigest()
+        return running.digest()
 
 
 def write_tensor(stream: ChecksummedStream, tensor: torch.Tensor) -> int:

@@ -58,6 +58,7 @@ class CheckedReader:
         self, directory: places.Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
+        self._keys = keys
         self.metadata, self._pieces = describe_for_torch(keys)
         self._scratch = pieces.Scratch()
         self.num_bytes, self.num_files = 0, 0  # of the checked plan
@@ -113,7 +114,8 @@ class CheckedReader:
         users: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
             users.setdefault(item.storage_index, []).append(item)
-        wanted = [_Wanted(*self._pieces[index], inside) for index, inside in users.items()]
+        keys, found = self._keys, self._pieces
+        wanted = [_Wanted(found[at], keys[at.fqn].dtype, inside) for at, inside in users.items()]
         # Each file is read once, forwards, which is fastest on disks and at URLs.
         wanted.sort(key=lambda one: (one.piece.file, one.piece.at))
         for name, inside in groupby(wanted, lambda one: one.piece.file):

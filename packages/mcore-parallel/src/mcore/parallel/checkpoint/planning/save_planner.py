@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.manifest import Piece, describe_for_torch
+from mcore.parallel.checkpoint.files.manifest import describe_for_torch
 from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.planning.validation import encode_records
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
@@ -100,15 +100,10 @@ class ShardedSavePlanner(planner.SavePlanner):
         """
         plan = GlobalPlan([one.planner_data for one in all_plans])
         plan.require_whole()
-        nowhere = Piece("", 0, 0, 0, "", None, (), ())
-        located = [
-            [
-                (write.number, nowhere)
-                for write in plan.iterate_writes(rank)
-                if prod(write.record.shard_shape)
-            ]
-            for rank in range(len(all_plans))
-        ]
+        located = []
+        for rank in range(len(all_plans)):
+            writes = [one for one in plan.iterate_writes(rank) if prod(one.record.shard_shape)]
+            located.append(("", [(one.number, 0, 0, b"") for one in writes]))
         metadata, _ = describe_for_torch(plan.name_pieces(located)[0])
         metadata.planner_data = plan.merge_paths()
         return [replace(one, planner_data=None) for one in all_plans], metadata

@@ -107,6 +107,12 @@ def tensor_of(leaf: Candidate) -> torch.Tensor | None:
     return tensor
 
 
+def is_tensor(leaf: Candidate) -> bool:
+    """Return whether a leaf is written as a tensor."""
+    value = leaf.value if isinstance(leaf, CommonValue) else leaf
+    return isinstance(value, torch.Tensor | ShardedTensor)
+
+
 def take_content(number: int, leaf: Candidate, *, is_copied: bool, weights_only: bool) -> Content:
     """Return a leaf as it is written. ``is_copied`` copies it, or starts to copy it, to the CPU."""
     if (tensor := tensor_of(leaf)) is not None:

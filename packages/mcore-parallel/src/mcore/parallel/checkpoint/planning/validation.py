@@ -6,7 +6,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +62,7 @@ class ShardRecord(NamedTuple):
         return prod(self.shard_shape) * itemsize
 
 
+_FIELDS, _TEXTS, _SHAPES = 8, (0, 1, 3), (4, 5, 6)  # of a record: number, and places by type
 RankedRecord = tuple[int, ShardRecord]
 Box = tuple[Shape, Shape]  # offset and shape
 
@@ -110,22 +111,28 @@ def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> li
         ["tensor 'w': ranks 0-1 write the same shard, offset (0,) shape (4,). Give all but one a \
 replica_id other than 0"]
     """
-    by_entry: dict[tuple[str, str], list[RankedRecord]] = {}
+    records_of: dict[str, dict[str, list[RankedRecord]]] = {}  # by kind and key
+    none: list[RankedRecord] = []
     for rank, records in enumerate(list_of_rank_metadata):
         for record in records:
-            by_entry.setdefault((record.kind, record.key), []).append((rank, record))
-    kinds: dict[str, set[str]] = {}
-    for kind, key in by_entry:
-        kinds.setdefault(key, set()).add(kind)
+            inside = records_of.setdefault(record.kind, {})
+            if record.kind == "common":
+                inside[record.key] = none  # only its name is checked
+            else:
+                inside.setdefault(record.key, []).append((rank, record))
+    kinds = sorted(records_of)
+    counts = Counter(key for kind in kinds for key in records_of[kind])
     problems = [
-        f"{key!r} names a {' and a '.join(sorted(found))} entry at the same time. Rename one"
-        for key, found in sorted(kinds.items())
-        if len(found) > 1
+        f"{key!r} names a {' and a '.join(kind for kind in kinds if key in records_of[kind])} "
+        "entry at the same time. Rename one"
+        for key in sorted(counts)
+        if counts[key] > 1
     ]
-    for kind, key in sorted(by_entry):
+    records_of.pop("common", None)
+    for kind, inside in sorted(records_of.items()):
         check = _find_tensor_problems if kind == "tensor" else _find_object_problems
-        if kind != "common":
-            problems += [f"{kind} {key!r}: {text}" for text in check(by_entry[kind, key])]
+        for key in sorted(inside):
+            problems += [f"{kind} {key!r}: {text}" for text in check(inside[key])]
     return problems
 
 
@@ -206,32 +213,33 @@ def describe_common(leaf: staging.CommonValue) -> ShardRecord:
 
 def encode_records(records: Sequence[ShardRecord]) -> bytes:
     """Pack records. Equal records have equal bytes."""
-    return zlib.compress(json.dumps(records, separators=(",", ":")).encode(), 1)
+    # Columns and each shape once: as lists, many shapes are slow to read and to collect as garbage.
+    shapes: dict[Shape, int] = {}
+    columns: list[list[Any]] = [[one[place] for one in records] for place in range(_FIELDS)]
+    for place in _SHAPES:
+        columns[place] = [shapes.setdefault(one, len(shapes)) for one in columns[place]]
+    return pack([list(shapes), *columns])
+
+
+def pack(value: Any) -> bytes:
+    """Return a value of JSON as few bytes."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def unpack(packed: bytes) -> Any:
+    """Return the value of :func:`pack`."""
+    return json.loads(zlib.decompress(packed))
 
 
 def decode_records(packed: bytes) -> list[ShardRecord]:
     """Unpack the bytes of :func:`encode_records`."""
-    shapes: dict[Shape, Shape] = {}  # equal shapes and keys share memory
-
-    def share(numbers: list[int]) -> Shape:
-        shape = tuple(numbers)
-        return shapes.setdefault(shape, shape)
-
-    return [
-        ShardRecord(
-            kind,
-            sys.intern(key),
-            written,
-            sys.intern(dtype),
-            share(whole),
-            share(offset),
-            share(shape),
-            prepended,
-        )
-        for kind, key, written, dtype, whole, offset, shape, prepended in json.loads(
-            zlib.decompress(packed)
-        )
-    ]
+    shapes, *columns = unpack(packed)
+    shapes = list(map(tuple, shapes))  # equal shapes and texts share memory
+    for place in _SHAPES:
+        columns[place] = map(shapes.__getitem__, columns[place])
+    for place in _TEXTS:
+        columns[place] = map(sys.intern, columns[place])
+    return list(map(ShardRecord, *columns))
 
 
 def _find_tensor_problems(records: list[RankedRecord]) -> list[str]:
@@ -271,12 +279,15 @@ def _find_differences(records: list[RankedRecord], names: Sequence[str]) -> list
     ]
 
 
-def find_different(items: Iterable[tuple[int, str, Any]]) -> dict[str, dict[Any, list[int]]]:
+def find_different(items: Sequence[tuple[int, str, Any]]) -> dict[str, dict[Any, list[int]]]:
     """Return the names with several values, from ranks, names and values. Values have ranks."""
-    found: dict[str, dict[Any, list[int]]] = {}
-    for rank, name, value in items:
-        found.setdefault(name, {}).setdefault(value, []).append(rank)
-    return {name: values for name, values in found.items() if len(values) > 1}
+    first: dict[str, Any] = {}
+    names = {name for _, name, value in items if first.setdefault(name, value) != value}
+    found: dict[str, dict[Any, list[int]]] = {name: {} for name in first if name in names}
+    for rank, name, value in items if names else ():
+        if name in names:
+            found[name].setdefault(value, []).append(rank)
+    return found
 
 
 def _find_writer_problems(records: list[RankedRecord]) -> list[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from io import BytesIO
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.manifest import DTYPES, Piece, StoredKey
+from mcore.parallel.checkpoint.files.manifest import DTYPES, Piece, StoredKey, aligned
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.planning import staging, validation
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
@@ -32,6 +31,7 @@ _DIFFERENT_CONTENT = (
     "ranks hold different bytes under one key, of which only one could be saved. Synchronise them, "
     "or give each a separate key if they are different things"
 )
+_OBJECT = validation.ShardRecord("common", "", True)  # without a place in a tensor
 # The flags of a candidate, in one byte. Without a flag another rank writes it.
 WRITTEN, COMPARED, PER_RANK = 1, 2, 4
 
@@ -79,6 +79,8 @@ def describe_leaves(
         and prod(one.local_shape)
     ]
     values = {name: value for name, (_, value) in entries.common.items() if size > 1}
+    paths = list(named_paths(entries))
+    steps = [step for _, path in paths for step in path]
     return Description(
         dict(facts),
         validation.encode_records(written),
@@ -86,14 +88,14 @@ def describe_leaves(
         validation.encode_records(common),
         [one.unique_key for one in leaves if isinstance(one, ShardedObject)],
         bare,
-        _pack({name: staging.digest_of(value).hex() for name, value in values.items()}),
-        _pack(entries.roles),
+        validation.pack({name: staging.digest_of(value).hex() for name, value in values.items()}),
+        validation.pack(entries.roles),
         {
             name: (leaf.merge, serialize(name, leaf.value, weights_only=weights_only))
             for name, leaf in entries.merged.items()
         },
-        _pack(_digest_replicas(entries) if check_replicas and size > 1 else {}),
-        _pack(list(named_paths(entries))),
+        validation.pack(_digest_replicas(entries) if check_replicas and size > 1 else {}),
+        validation.pack([[one for one, _ in paths], [len(one) for _, one in paths], steps]),
     )
 
 
@@ -113,14 +115,6 @@ def _digest_replicas(entries: Entries) -> dict[str, str]:
 
 def _name_box(shard: ShardedTensor | validation.ShardRecord) -> str:
     return f"{shard.key!r}, offset {shard.global_offset} shape {shard.shard_shape}"
-
-
-def _pack(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-
-
-def _unpack(packed: bytes) -> Any:
-    return json.loads(zlib.decompress(packed))
 
 
 class Write(NamedTuple):
@@ -152,19 +146,19 @@ class GlobalPlan:
             raise CheckpointingException(
                 f"the ranks were given different {name}: {shown}. Pass the same {name} everywhere"
             )
-        replicas = [(number, _unpack(rank.replicas)) for number, rank in enumerate(ranks)]
+        replicas = [(number, validation.unpack(rank.replicas)) for number, rank in enumerate(ranks)]
         _require_equal_content([(n, name, one[name]) for n, one in replicas for name in one])
         self._ranks = ranks
         packed = {one for rank in ranks for one in (rank.written, rank.common)}
         unpacked = {one: validation.decode_records(one) for one in packed}
         self._shards = [unpacked[rank.written] for rank in ranks]
         self._common = [unpacked[rank.common] for rank in ranks]
-        digests = [_unpack(one) for one in {rank.digests for rank in ranks}]
+        digests = [validation.unpack(one) for one in {rank.digests for rank in ranks}]
         contents = [(0, name, one[name]) for one in digests for name in one]
         different = validation.find_different(contents)
         roles: dict[str, set[str]] = {}
         for packed_roles in {rank.roles for rank in ranks}:
-            for name, role in _unpack(packed_roles).items():
+            for name, role in validation.unpack(packed_roles).items():
                 roles.setdefault(name, set()).add(role)
         disagreeing = sorted(name for name in different if Role.MUST_AGREE in roles.get(name, ()))
         if disagreeing:
@@ -210,7 +204,7 @@ class GlobalPlan:
         ranks_of: dict[bytes, list[int]] = {}  # those with the same leaves
         for rank, description in enumerate(self._ranks):
             ranks_of.setdefault(description.common, []).append(rank)
-        kinds: list[tuple[int, str, validation.ShardRecord]] = []
+        not_shared = self._per_rank | self._left_out
         holders: dict[validation.ShardRecord, list[tuple[bytes, int]]] = {}
         for packed, ranks in ranks_of.items():
             flags = bytearray()
@@ -218,12 +212,16 @@ class GlobalPlan:
                 # The first part is written as an object with all of the tensor.
                 is_object = record.key in self._per_rank and not any(record.global_offset)
                 flags.append(PER_RANK if is_object else 0)
-                if record.key not in self._per_rank | self._left_out:
+                if record.key not in not_shared:
                     holders.setdefault(record, []).append((packed, number))
-                    kind = record._replace(global_offset=(), shard_shape=())
-                    kinds.append((ranks[0], record.key, kind))
             for rank in ranks:
                 self.flags[rank] += flags
+        kinds = [
+            (ranks_of[one][0], record.key, record._replace(global_offset=(), shard_shape=()))
+            for record, found in holders.items()
+            for one, _ in found
+            if len(ranks_of) > 1
+        ]
         if problems := [
             f"{key!r}: "
             + ", ".join(f"{kind.describe()} on rank {found[kind][0]}" for kind in found)
@@ -311,30 +309,36 @@ class GlobalPlan:
         _require_equal_content(compared)
 
     def name_pieces(
-        self, located: Sequence[Iterable[tuple[int, Piece]]]
-    ) -> tuple[dict[str, StoredKey], list[list[tuple[str, Piece]]]]:
-        """Return the keys of the checkpoint, and the pieces of each rank with their keys.
+        self, located: Sequence[tuple[str, Iterable[tuple[int, int, int, bytes]]]]
+    ) -> tuple[dict[str, StoredKey], dict[str, list[tuple[str, Piece]]]]:
+        """Return the keys of the checkpoint, and the pieces of each file with their keys.
 
-        ``located`` has the pieces of each rank, by the numbers of their leaves.
+        ``located`` has the file of each rank and its pieces in order: the number of the leaf, the
+        length, the bytes before the elements (-1 for an object) and the checksum.
         """
         pieces_of: dict[str, list[Piece]] = {}
         keys: dict[str, StoredKey] = {}
-        named = []
-        for rank, pieces in enumerate(located):
+        named = {}
+        for rank, (file, pieces) in enumerate(located):
             boxes: dict[int, tuple[str, Shape, Shape]] = {}
             for number, key, record in self.iterate_writes(rank):
-                inside = pieces_of.setdefault(key, [])
-                if record.dtype:
-                    boxes[number] = (key, record.global_offset, record.shard_shape)
-                    keys[key] = StoredKey(DTYPES[record.dtype], record.global_shape, inside)
-                else:
-                    boxes[number] = (key, (), ())
-                    keys[key] = StoredKey(None, (), inside)
-            named.append(list[tuple[str, Piece]]())
-            for number, piece in pieces:
+                if not record.dtype:
+                    record = _OBJECT
+                boxes[number] = (key, record.global_offset, record.shard_shape)
+                if key not in keys:
+                    pieces_of[key] = []
+                    dtype = DTYPES.get(record.dtype)
+                    keys[key] = StoredKey(dtype, record.global_shape, pieces_of[key])
+            end, inside = 0, list[tuple[str, Piece]]()
+            for number, length, elements, checksum in pieces:
                 key, start, shape = boxes[number]
-                named[-1].append((key, piece._replace(start=start, shape=shape)))
-                pieces_of[key].append(named[-1][-1][1])
+                at, before = aligned(end), None if elements < 0 else elements
+                piece = Piece(file, at, length, length, checksum.hex(), before, start, shape)
+                pieces_of[key].append(piece)
+                inside.append((key, piece))
+                end = at + length
+            if inside:
+                named[file] = inside
         return keys, named
 
     def merge_paths(self) -> dict[str, Path]:
@@ -344,8 +348,10 @@ class GlobalPlan:
         """
         paths: dict[str, Path] = {}
         for one in dict.fromkeys(rank.paths for rank in self._ranks):
-            for name, steps in _unpack(one):
-                path = tuple(sys.intern(step) if type(step) is str else step for step in steps)
+            names, lengths, flat = validation.unpack(one)
+            steps = (sys.intern(step) if type(step) is str else step for step in flat)
+            for name, length in zip(names, lengths, strict=True):
+                path = tuple(islice(steps, length))
                 key = sys.intern(name)
                 if paths.setdefault(key, path) != path or ".".join(map(str, path)) != key:
                     paths[key] = (key,)

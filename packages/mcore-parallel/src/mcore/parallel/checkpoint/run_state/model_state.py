@@ -12,6 +12,8 @@ from torch import nn
 
 from mcore.parallel.checkpoint.builders import strip_wrapper_names
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.manifest import StoredKey
+from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
 from mcore.parallel.shortened import titled_list
 from mcore.tensor.param_flags import ensure_params_ready
@@ -39,10 +41,36 @@ class ModelState:
 
     def tree(self, prefix: str) -> dict[str, Any]:
         """Return the tensors and values to save or fill, by name, for the key ``prefix``."""
+        chunks = {leaf.module for leaf in self.leaves.values()}
+        # peft adds a merged adapter to the weights and keeps it: another model would add it twice.
+        if any(getattr(one, "merged_adapters", None) for top in chunks for one in top.modules()):
+            raise CheckpointingException(
+                "adapters are merged into the weights of the model, and a checkpoint does not "
+                "record this. Call unmerge_adapter() first, or merge_and_unload() to drop them"
+            )
         return {
             name: self._describe(f"{prefix}.{name}", leaf.value)
             for name, leaf in self.leaves.items()
         }
+
+    def check_tied(self, prefix: str, keys: Mapping[str, StoredKey], selection: Selection) -> None:
+        """Raise if checksums show that names of one parameter have different content."""
+        problems: dict[str, None] = {}
+        for names in self.names.values():
+            known: dict[Any, str] = {}
+            for key in [f"{prefix}.{name}" for name in names] if len(names) > 1 else ():
+                stored = selection.stored_name(key)
+                for piece in keys[stored].pieces if selection.takes(key) and stored in keys else ():
+                    # The checksum is of the whole span, so only spans of one kind compare.
+                    kind = piece.start, piece.shape, piece.span, piece.elements
+                    if known.setdefault(kind, piece.checksum) != piece.checksum:
+                        problems[key] = None
+        if problems:
+            title = (
+                "a parameter of this model is tied, and its names have different content in the "
+                "checkpoint. Untie it, or pass exclude= with the names to leave out"
+            )
+            raise CheckpointingException(titled_list(title, list(problems), "name"))
 
     def _describe(self, key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

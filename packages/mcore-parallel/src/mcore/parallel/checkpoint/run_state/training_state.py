@@ -90,8 +90,8 @@ def save_training_state(
         CheckpointingException: On every rank, and ``path`` is not changed: as for
             :func:`save_sharded_state_dict`, or two chunks have one name, a tensor of the optimizer
             is no parameter of the model or hooks leave it out of the state dict, replicas or plain
-            values in the state of the optimizer differ, or the model is under
-            FullyShardedDataParallel, whose parameters have no names.
+            values in the state of the optimizer differ, adapters of peft are merged into the
+            weights, or the model is under FullyShardedDataParallel, whose parameters have no names.
 
     Example:
         >>> import tempfile, torch
@@ -193,9 +193,10 @@ def load_training_state(
         DamagedCheckpointError: On every rank: the checkpoint is not complete or has changed. If
             tensors may be filled in part, the text has a warning.
         CheckpointingException: On every rank. Before anything is filled: a key, shape or dtype does
-            not fit, a group of the optimizer has parameters that had different options, or a value
-            in ``more`` was saved for each of another number of ranks. After the fill: the model
-            does not take the tensors that its hooks compute from a parameter.
+            not fit, names of a tied parameter have different content, adapters of peft are merged
+            into the weights, a group of the optimizer has parameters that had different options, or
+            a value in ``more`` was saved for each of another number of ranks. After the fill: the
+            model does not take the tensors that its hooks compute from a parameter.
 
     Example:
         >>> import torch
@@ -283,6 +284,8 @@ class _Run:
         strict: bool,
     ) -> dict[str, Any]:
         """Return what is filled after the values: tensors, and values not in the index."""
+        for name, modules in {"model": self.modules, **self._inner}.items():
+            modules.check_tied(name, keys, selection)
         tree: dict[str, Any] = {"model": self.modules.tree("model")}
         for name in self._more.keys() - stored.of_other_ranks.keys():
             inner = self._inner.get(name)
