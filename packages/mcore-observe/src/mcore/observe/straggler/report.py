@@ -35,7 +35,7 @@ ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int
 
 _MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 _PREFIX = "mcore_straggler_"
-_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's texts to those of Prometheus
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's texts, Prometheus' texts
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
     "elapsed_ms": ("iteration_seconds", 1e-3, "Time of the compute ranges per iteration."),
