@@ -1,6 +1,7 @@
 """The device in torch: the module ``torch.standin``, and the functions of ``torch.accelerator``."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ backend: Any = SimpleNamespace(
     **_STREAMS,
     **_ACCELERATOR,
     is_on=False,
+    is_initialized=lambda: backend.is_on,
     is_available=lambda: backend.is_on,
     device_count=lambda: COUNT if backend.is_on else 0,
     _is_in_bad_fork=lambda: False,
@@ -79,16 +81,22 @@ def switched_on() -> Iterator[torch.device]:
         torch.accelerator: _ACCELERATOR,
         torch.autograd: {"_engine_run_backward": guard.run_backward},
         torch.Tensor: {"is_pinned": memory.is_pinned, "pin_memory": memory.pin},
-        torch.UntypedStorage: {"__new__": memory.new_storage},
+        torch.UntypedStorage: memory.STORAGE,
     }
     with ExitStack() as stack:
         for place, names in patches.items():
             stack.enter_context(mock.patch.multiple(place, **names))
         stack.enter_context(mock.patch.object(backend, "is_on", new=True))
-        for reset in (clocks.reset, lambda: guard.set_current_index(0)):
+        for reset in (clocks.reset, lambda: guard.set_current_index(0), _reset_compiler):
             reset()
             stack.callback(reset)
         yield torch.device(NAME, 0)
+
+
+def _reset_compiler() -> None:
+    """Make torch.compile read torch's functions anew: it keeps the table of its first call."""
+    if rules := sys.modules.get("torch._dynamo.trace_rules"):
+        rules.clear_lru_cache()
 
 
 def switch_on(rank: int | None = None) -> torch.device:

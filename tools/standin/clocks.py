@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -41,12 +42,14 @@ class Clocks:
         # The latest accesses to each storage. The lists are replaced, never changed.
         self.accesses: dict[int, list[Access]] = {}
         self._pending: list[tuple[Key, int, Callable[[], object]]] = []
+        self._lock = threading.RLock()  # never held while work runs or is waited for
 
     def launch(self, key: Key) -> int:
         """Return the number of a new launch on a stream, which follows all that the host saw."""
-        self.wait(key, self.views[HOST])
-        self.views[key][key] = self.views[key].get(key, 0) + 1
-        return self.views[key][key]
+        with self._lock:
+            self.wait(key, self.views[HOST])
+            self.views[key][key] = self.views[key].get(key, 0) + 1
+            return self.views[key][key]
 
     def run(self, key: Key, read: Tensors, written: Tensors, work: Callable[[], Any]) -> Any:
         """Run work as the next launch of a stream, and return its result.
@@ -79,13 +82,15 @@ class Clocks:
 
     def wait(self, key: Key, view: dict[Key, int]) -> None:
         """Let a stream or the host wait for a view."""
-        known = self.views[key]
-        known.update({one: max(number, known.get(one, 0)) for one, number in view.items()})
-        if key == HOST:
-            done = [item for item in self._pending if self.has_seen(HOST, *item[:2])]
+        with self._lock:
+            known = self.views[key]
+            known.update({one: max(number, known.get(one, 0)) for one, number in view.items()})
+            items = self._pending if key == HOST else ()
+            done = [item for item in items if self.has_seen(HOST, *item[:2])]
+        for _, _, finish in done:
+            finish()  # a second thread that needs it waits here for the first
+        with self._lock:
             self._pending = [item for item in self._pending if item not in done]
-            for _, _, finish in done:
-                finish()
 
     def has_seen(self, viewer: Key, key: Key, number: int) -> bool:
         """Return whether a stream or the host has waited for a launch."""
@@ -93,7 +98,8 @@ class Clocks:
 
     def when_host_waits(self, key: Key, finish: Callable[[], object]) -> None:
         """Call a function as soon as the host has waited for the latest launch of a stream."""
-        self._pending.append((key, self.views[key][key], finish))
+        with self._lock:
+            self._pending.append((key, self.views[key][key], _run_once(finish)))
 
     def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
         (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
@@ -112,6 +118,17 @@ class Clocks:
             for start, end, user, number, is_write in self.accesses.get(base, ())
             if start < high and low < end and not self.has_seen(key, user, number)
         ]
+
+
+def _run_once(work: Callable[[], object]) -> Callable[[], None]:
+    todo, lock = [work], threading.RLock()
+
+    def run() -> None:
+        with lock:
+            while todo:
+                todo.pop()()
+
+    return run
 
 
 def find_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ COUNT = 2
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "empty_like")  # with pin_memory=
 _pinned: dict[int, None] = {}
+_resized: dict[int, int] = {}  # address of a storage -> its size, which fully_shard changes
 _current = [0] * COUNT
 _peak = [0] * COUNT
 _CPU, _EXTENSION = 1, 12  # DLDeviceType of DLPack
@@ -78,12 +79,34 @@ def _retag(tensor: torch.Tensor, kind: int, index: int) -> torch.Tensor:
     return retagged
 
 
-def new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """Make a ``torch.UntypedStorage``: torch has no allocator for the stand-in."""
     if device is not None and torch.device(device).type == NAME:
         return torch.empty(args[0], dtype=torch.uint8, device=device).untyped_storage()
     make: Any = torch._C.StorageBase.__new__
     return make(cls, *args, device=device, **kwargs)
+
+
+def _size_of(storage: torch.UntypedStorage) -> int:
+    return _resized.get(storage.data_ptr(), storage.nbytes())
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """Free a storage, whose content becomes poison, or allocate a freed one again."""
+    if storage.device.type != NAME:
+        return torch._C.StorageBase.resize_(storage, size)  # type: ignore[no-any-return]
+    address, whole = storage.data_ptr(), storage.nbytes()
+    if size not in (0, whole):
+        raise RuntimeError(f"{NAME} has no storage that grows: it has {whole} bytes, not {size}")
+    if size == 0:
+        ctypes.memset(address, 0xFF, whole)
+    if address not in _resized:
+        weakref.finalize(storage, _resized.pop, address, None)
+    _resized[address] = size
+    return storage
+
+
+STORAGE = {"__new__": _new_storage, "resize_": _resize, "size": _size_of}
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:

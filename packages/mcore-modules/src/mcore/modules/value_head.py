@@ -342,3 +342,4 @@ def _broadcast(head: LinearForLastLayer) -> None:
     source = get_pg_src_rank(head.tp_group)
     for parameter in head.parameters():
         dist.broadcast(parameter.detach(), src=source, group=head.tp_group)
+        torch.autograd.graph.increment_version(parameter)  # a collective does not
