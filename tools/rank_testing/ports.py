@@ -1,11 +1,7 @@
 """A port for a server that another process is about to start."""
 
-from __future__ import annotations
-
 import random
 import socket
-
-__all__ = ["free_port"]
 
 _CANDIDATES = range(10_000, 32_000)  # Linux hands out ports from 32768 on, others from 49152 on
 _ATTEMPTS = 100

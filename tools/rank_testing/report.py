@@ -102,10 +102,8 @@ def diagnose(ranks: list[Rank], started_at: float, stopped_at: float) -> list[Ra
 def _describe_death(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code} before a result"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
+    names = {one.value: one.name for one in signal.Signals}  # not all numbers have a name
+    return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 def make_failure(

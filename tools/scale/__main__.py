@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read_results(options.record)  # a damaged journal ends the run here
     for name in options.items:
         text = inspect.cleandoc(ITEMS[name].__doc__ or name)
-        costs = measure(ITEMS[name], sorted(options.ranks))
-        result = Result(name, text, timestamp(), describe_machine(), costs)
+        facts = timestamp(), describe_machine()
+        result = Result(name, text, *facts, measure(ITEMS[name], sorted(options.ranks)))
         print(f"\n{name}: {text}\n{text_table(*table(result))}", flush=True)
         if options.record:
             keep(options.record, result)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.peers import simulated_world
+from mcore import parallel
 from mcore.observe.straggler.exchange import ELAPSED, ETPT, GatheredRows, encode_row
 from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.ranges import SectionStats
 from mcore.observe.straggler.report import RankComparison
 from mcore.observe.straggler.server.routes import ControllerState, Router
-from mcore.parallel import FSDPDistributedIndex, ProcessGroups
-from mcore.parallel.checkpoint import ShardedTensor, describe_shards
+from mcore.parallel import agreement
+from mcore.parallel import check_param_hashes_across_dp_replicas as check
+from mcore.parallel.checkpoint import ShardedLoadPlanner, ShardedTensor, describe_shards
 from mcore.parallel.checkpoint.files import manifest as manifests
 from mcore.parallel.checkpoint.files.places import place_of
+from mcore.parallel.checkpoint.files.reader import CheckedReader
 from mcore.parallel.checkpoint.planning.staging import list_candidates
 from mcore.parallel.checkpoint.planning.validation import encode_records
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
@@ -26,26 +32,29 @@ from scale.meter import Item, Meter
 
 _TENSORS, _ROWS, _WIDTH = 20, 4, 8  # of each rank
 _SECTIONS = ("compute", "data", "forward", "backward")
-_REPORTS = 8  # a verdict needs several
 
 
 def from_sizes(meter: Meter) -> None:
     """`ProcessGroups.from_sizes` with tp 8, cp 2, pp 8, ep 8, on every rank.
 
-    Every rank calls torch's `new_group` for each group of the world, which takes most of the time.
+    Every rank computes the members of all groups of the world, to count and share them. It calls
+    torch's `new_group` for its own groups only.
     """
     with simulated_world(meter.ranks), meter.role("each"):
-        ProcessGroups.from_sizes(tp=8, cp=2, pp=8, ep=8, expt_tp=1)
+        parallel.ProcessGroups.from_sizes(tp=8, cp=2, pp=8, ep=8, expt_tp=1)
 
 
 def from_mesh(meter: Meter) -> None:
-    """`ProcessGroups.from_mesh` of five dimensions, after torch's `init_device_mesh` of them."""
+    """`ProcessGroups.from_mesh` of five dimensions, after torch's `init_device_mesh` of them.
+
+    Every rank lists the members of all groups of the world, in torch's part and in ours.
+    """
     names, sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), (8, 2, meter.ranks // 256, 2, 8)
     with simulated_world(meter.ranks):
         with meter.role("torch, the mesh"):
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         with meter.role("each"):
-            ProcessGroups.from_mesh(mesh)
+            parallel.ProcessGroups.from_mesh(mesh)
 
 
 def fsdp_index(meter: Meter) -> None:
@@ -55,11 +64,14 @@ def fsdp_index(meter: Meter) -> None:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
         hybrid = mesh["dp_outer", "dp_shard"]._flatten("hybrid").get_group()
         with meter.role("each"):
-            FSDPDistributedIndex(mesh, "dp_shard", "dp_outer", "tp", hybrid)
+            parallel.FSDPDistributedIndex(mesh, "dp_shard", "dp_outer", "tp", hybrid)
 
 
 def save_plan(meter: Meter) -> None:
-    """The plan of a save of 20 tensors a rank: descriptions, then writers and checks on rank 0."""
+    """The plan of a save of 20 tensors a rank: descriptions, then writers and checks on rank 0.
+
+    Rank 0 decodes and compares the descriptions of all ranks, one object for each tensor and rank.
+    """
     data = torch.empty(_ROWS, _WIDTH, device="meta")
     names, cut = [f"layer.{number}" for number in range(_TENSORS)], (0, 0, meter.ranks)
     tree = {name: ShardedTensor.from_rank_offsets(name, data, cut) for name in names}
@@ -83,7 +95,10 @@ def save_plan(meter: Meter) -> None:
 
 
 def manifest(meter: Meter) -> None:
-    """The manifest of 20 pieces a rank: written by rank 0, and read by each rank."""
+    """The manifest of 20 pieces a rank: written by rank 0, and read by each rank.
+
+    Each rank parses all pieces of the manifest to plan its reads.
+    """
     keys, files = list_pieces(_TENSORS, meter.ranks)
     with meter.role("busiest, write"):
         raw = manifests.encode_manifest(keys, files, {})
@@ -92,14 +107,23 @@ def manifest(meter: Meter) -> None:
     with meter.role("each, read"):
         index = manifests.decode_manifest(place_of("manifest.json"), raw)
     _require(len(index.files) == meter.ranks, "the manifest lacks files")
+    data, planner = torch.empty(_ROWS, _WIDTH), ShardedLoadPlanner()
+    target = {"layer.0": ShardedTensor.from_rank_offsets("layer.0", data, (0, 3, meter.ranks))}
+    with meter.role("common, plan of a load"):
+        reader = CheckedReader(place_of("."), index, {"layer.0": index.keys["layer.0"]}, False)
+        planner.set_up_planner(target, reader.metadata, False)
+        _require(len(planner.create_local_plan().items) == 1, "a rank reads one piece of a key")
 
 
 def straggler(meter: Meter) -> None:
-    """The report with the verdict on each rank, and the server's answers, on rank 0."""
+    """The report with the verdict on each rank, and the server's answers, on rank 0.
+
+    `/metrics` formats a line of text for each rank and metric, 0.6 kB a rank.
+    """
     state = ControllerState(rank=0, world_size=meter.ranks, enabled=True)
     router = Router(state, token=None, allow_get_toggle=False)
     comparisons = _compare(meter.ranks)
-    for _ in range(_REPORTS):
+    for _ in range(8):  # a verdict needs several reports
         state.applied(True, next(comparisons))
     with meter.role("busiest, report"):
         state.applied(True, comparison := next(comparisons))
@@ -112,9 +136,30 @@ def straggler(meter: Meter) -> None:
         _require(answer.status == 200, f"{path}: {answer.body[:200]}")
 
 
+def collectives(meter: Meter) -> None:
+    """Collectives of all ranks. One rank's work is timed, without the network.
+
+    Messages have a fixed size, but if a load or a save fails, every rank receives the reports of
+    all ranks: 4,096 bytes each.
+    """
+    group: Any = dist.group
+    calls: dict[str, Callable[[], Any]] = {
+        "agreement": lambda: agreement.require_equal({"seed": 1}, None, group.WORLD),
+        "a rank's error": lambda: agreement.max_or_raise((), ValueError("lost"), group.WORLD),
+        "all ranks' errors": lambda: agreement.gathered_reports("lost", group.WORLD),
+        "log step": lambda: parallel.reduce_step_stats({"loss": 1.0}, {"ok": True}, group.WORLD),
+        "replicas": lambda: check(torch.nn.Linear(4, 4), True, dp_group=group.WORLD),
+    }
+    with simulated_world(meter.ranks):
+        calls["agreement"]()  # torch imports modules at its first collective
+        for name, call in calls.items():
+            with meter.role(f"common, {name}"), suppress(ValueError):
+                call()
+
+
 ITEMS: dict[str, Item] = {
     item.__name__.replace("_", "-"): item
-    for item in (from_sizes, from_mesh, fsdp_index, save_plan, manifest, straggler)
+    for item in (from_sizes, from_mesh, fsdp_index, save_plan, manifest, straggler, collectives)
 }
 
 

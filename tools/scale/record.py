@@ -50,15 +50,19 @@ def page(results: Mapping[str, Result]) -> str:
 
 def table(result: Result) -> tuple[list[str], list[list[str]]]:
     """The columns and the lines of an item: a line for each role."""
-    sizes = sorted({cost.ranks for cost in result.costs})
+    sizes = [f"{size:,}" for size in sorted({cost.ranks for cost in result.costs})]
     lines = []
     for role in dict.fromkeys(cost.role for cost in result.costs):
         costs = sorted(cost for cost in result.costs if cost.role == role)
         times, last = [format_duration(cost.seconds) for cost in costs], costs[-1]
         figures = f"{fit_exponent(costs):.2f}", f"{last.peak_bytes / (1 << 20):.1f} MiB"
         sent = f"{last.sent_bytes / 1000:.3g} kB" if last.sent_bytes else ""
-        lines.append([role, *times, *figures, sent, find_miss(result.item, costs)])
-    return ["role", *(f"{size:,}" for size in sizes), "p", "memory", "bytes", "missed"], lines
+        growth = ((1 << 20) / last.ranks) ** max(fit_exponent(costs), 0.0)
+        large = last._replace(seconds=last.seconds * growth, peak_bytes=0)
+        missed, then = (find_miss(result.item, each) for each in (costs, [large]))
+        lines.append([role, *times, *figures, sent, missed, format_duration(large.seconds), then])
+    ends = "p", "memory", "bytes", "missed", f"at {1 << 20:,}", "missed there"
+    return ["role", *sizes, *ends], lines
 
 
 def find_miss(item: str, costs: list[Cost]) -> str:

@@ -241,6 +241,10 @@ class Slotted:
     __slots__ = ("group",)
 
 
+class OneSlotMore(Slotted):
+    __slots__ = "other"
+
+
 def copy_with_group():
     group = dist.group.WORLD
     model = MegatronModule(SimpleNamespace(groups={"tp": [group]}))
@@ -248,9 +252,10 @@ def copy_with_group():
     plain = model.plain = torch.nn.Identity()
     plain.group = group
     plain.collection = Collection(group)
-    plain.slotted = Slotted()
+    plain.slotted = OneSlotMore()
     # Groups that nothing else holds.
-    plain.slotted.group, of_partial = dist.new_group(), dist.new_group()
+    plain.slotted.group, plain.slotted.other = dist.new_group(), dist.new_group()
+    of_partial = dist.new_group()
     plain.reduce = functools.partial(dist.all_reduce, group=of_partial)
     plain.mesh = SimpleNamespace(mesh=init_device_mesh("cpu", (1,)))
     copied = copy.deepcopy(model)
@@ -260,6 +265,7 @@ def copy_with_group():
     held.append(found.collection.tp)
     shared = all(one is group for one in held) and found.mesh.mesh is plain.mesh.mesh
     shared &= found.slotted.group is plain.slotted.group
+    shared &= found.slotted.other is plain.slotted.other
     shared &= found.reduce.keywords["group"] is of_partial
     separate = found.collection is not plain.collection and copied.config is not model.config
     return (

@@ -11,7 +11,9 @@
   float32 sum. It needs a float32 copy of each tensor, which is expensive if the system has to map
   fresh memory for it, as for the tensor of 32 Mi.
 - The scaled copies here check every source element, the peers' do not. In place the check is free.
-  Into other tensors it costs a sum of each block while the block is in the cache.
+  Into other tensors it costs a sum of each block while the block is in the cache. For scale from
+  fp32 to bf16, blocks of 128 KiB to 4 MiB were tried. 2 MiB, the present size, is the fastest. With
+  smaller blocks, the calls take more time than the cache saves.
 - A view's leaf costs ``detach()``, which is three quarters of the time. ``.data`` would be quicker,
   but would silently give wrong gradients after an in-place edit.
 """

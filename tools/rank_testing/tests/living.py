@@ -1,7 +1,5 @@
 """Whether a process of a test still runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

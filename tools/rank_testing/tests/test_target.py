@@ -32,9 +32,7 @@ def has_parents(target: Target) -> bool:
 
 def test_a_function_of_this_file_is_found_by_its_names() -> None:
     target = find_target(load_and_call)
-    assert target.module == __name__
-    assert target.path == os.path.abspath(__file__)
-    assert target.name == "load_and_call"
+    assert target == Target(__name__, os.path.abspath(__file__), "load_and_call", target.code)
     assert str(target) == f"{os.path.relpath(__file__)}::load_and_call"
 
 

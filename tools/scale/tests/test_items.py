@@ -11,7 +11,7 @@ from results import RECORDS
 from scale.__main__ import main
 from scale.items import ITEMS
 from scale.meter import Cost, Meter, fit_exponent, measure
-from scale.record import find_miss, page, read_results
+from scale.record import Result, find_miss, page, read_results, table
 
 
 @pytest.mark.parametrize("name", ITEMS)
@@ -42,6 +42,8 @@ def test_the_growth_is_fitted_over_the_last_four_sizes() -> None:
     assert find_miss("from-sizes", costs) == "growth"
     flat = [Cost(ranks, "busiest, plan", 12.0, 3 << 30, 0) for ranks in sizes]
     assert find_miss("save-plan", flat) == "10 s, memory"
+    # 1e-9 * 2 ** (20 * 1.5)
+    assert table(Result("from-sizes", "", "", {}, costs))[1][0][-3:] == ["growth", "1.07 s", ""]
 
 
 def test_a_run_keeps_its_results_and_writes_the_page(tmp_path: Path) -> None:

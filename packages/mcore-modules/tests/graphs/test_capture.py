@@ -54,6 +54,25 @@ def test_layers_are_captured_in_order_slot_by_slot_without_hooks(runner):
     assert not is_graph_capturing()
 
 
+def test_each_layer_gets_its_own_graph_of_each_slot():
+    layers = [Layer(), Layer(), Layer()]
+    capture(layers, num_graphs=2, runner=EagerGraphRunner())
+    hidden_states = torch.randn(2, 1, 4)
+    for microbatch in range(2):
+        for layer in layers:
+            set_current_microbatch(layer, microbatch)
+            assert torch.equal(layer(hidden_states), layer.linear(hidden_states))
+
+
+def test_a_pre_hook_put_on_a_layer_after_its_capture_leaves_its_place_to_the_manual_hooks():
+    layer, ran = Layer(), []
+    capture([layer], runner=EagerGraphRunner())
+    layer.setup_manual_hooks(lambda: ran.append)
+    layer.register_forward_pre_hook(lambda module, args: pytest.fail("hook"))
+    layer(torch.ones(2, 1, 4))
+    assert ran == [layer.linear]
+
+
 def test_a_sample_input_that_is_none_counts_as_absent():
     layer, sample = Layer(), {"hidden_states": torch.ones(2, 1, 4), "mask": None}
     capture([layer], runner=EagerGraphRunner(), sample_inputs=[sample])

@@ -171,6 +171,30 @@ def hf_odd(folder):
     }
 
 
+def hf_device(folder):
+    """Two steps on the CPU and on the stand-in accelerator, which accelerate takes by its name."""
+    from accelerate.state import AcceleratorState
+
+    import standin
+    from standin.guard import find_problem
+
+    if find_problem() is not None:
+        return {}
+    found = {}
+    for place in ("cpu", str(standin.switch_on(0))):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = place
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(0)
+        kept = MemorySink()
+        callback = for_transformers.ObserveCallback(folder / f"hf_{place}", sinks=[kept])
+        options = {"max_steps": 2, "logging_steps": 1, "use_cpu": place == "cpu"}
+        trainer = hf_trainer(folder, callback, **options, dataloader_pin_memory=False)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[place] = [str(trainer.model.layer.weight.device), losses, kept.steps]
+    return found
+
+
 def hf_fails(folder):
     """Fail while training, which the program gets over."""
     callback = for_transformers.ObserveCallback(
@@ -471,7 +495,7 @@ def pl_device(folder):
 
 
 SCENARIOS = {
-    hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2,
+    hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2, hf_device: 1,
     pl_fit: 1, pl_fails: 1, pl_ranks: 2, pl_values: 1, pl_values_ranks: 2, titan_log: 2,
     pl_device: 1,
 }  # fmt: skip

@@ -243,18 +243,59 @@ sys.exit(main(["show", sys.argv[1], "--follow"]))
 """
 
 
-def test_show_follows_a_run_until_ctrl_c(tmp_path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
+def test_show_follows_a_run_that_starts_later_and_anew_until_ctrl_c(tmp_path):
+    run = tmp_path / "run"
+    looking = Script(FOLLOW, str(run), env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    looking.wait_until_printed("waiting: ", 300)
+    sink = JsonlSink(run / "metrics.jsonl")
+    looking.wait_until_printed("run has no metrics yet", 300)
     sink.log({"loss": 4.0}, 1)
-    looking = Script(FOLLOW, str(tmp_path), env={**os.environ, "PYTHONUNBUFFERED": "1"})
     looking.wait_until_printed("1-1", 300)
     sink.log({"loss": 0.125}, 2)
     looking.wait_until_printed("0.125", 300)
+    sink.path.rename(run / "metrics.1.jsonl")
+    looking.wait_until_printed("there is no", 300)
+    anew = JsonlSink(run / "metrics.jsonl")
+    anew.log({"loss": 32.0}, 1)
+    looking.wait_until_printed("32", 300)
+    os.truncate(anew.path, 0)
+    anew.log({"loss": 16.0}, 7)
+    looking.wait_until_printed("7-7", 300)
     os.kill(looking.pid, signal.SIGINT)
     done = looking.wait(300)
     assert done.returncode == 128 + signal.SIGINT
-    tables = done.stdout.split("\n\n")
-    assert [table.splitlines()[1].split()[1:4] for table in tables] == [
-        ["1-1", "4", "4"],
-        ["1-2", "4", "0.125"],
-    ]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    rows = [line[1:4] for line in lines if line[:1] == ["loss"]]
+    ends = [["1-1", "4", "4"], ["1-2", "4", "0.125"], ["1-1", "32", "32"], ["7-7", "16", "16"]]
+    assert rows == ends
+
+
+def test_metrics_are_chosen_by_name_and_pattern(tmp_path, capsys):
+    for name in ("a", "b"):
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        sink.log({"lm loss": 2.0, "lm [1]": 3.0, "lr": 0.5, f"only {name}": 1.0}, 1)
+    runs = [str(tmp_path / name) for name in ("a", "b")]
+
+    def metrics(*arguments):
+        assert main(list(arguments)) == 0
+        return [re.split("  +", line)[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert metrics("compare", *runs, "--metric", "lm*") == ["lm loss", "lm [1]"]
+    assert metrics("compare", *runs, "--metric", "lm [1]", "--metric", "l?") == ["lm [1]", "lr"]
+    assert metrics("compare", *runs, "--metric", "*") == ["lm loss", "lm [1]", "lr"]
+    assert metrics("show", runs[0], "--metric", "*l*") == ["lm loss", "lm [1]", "lr", "only a"]
+    page = tmp_path / "page.html"
+    assert main(["compare", *runs, "--metric", "lm*", "--html", str(page)]) == 0
+    assert "lm [1]" in page.read_text()
+    assert "only a" not in page.read_text()
+    for command, given, lacks in (
+        (
+            ["compare", *runs],
+            "x*",
+            "a has no metric 'x*': it has ['lm [1]', 'lm loss', 'lr', 'only",
+        ),
+        (["compare", *runs], "only a", "b has no metric 'only a'"),
+        (["show", runs[0]], "x*", "a has no metric 'x*'"),
+    ):
+        assert main([*command, "--metric", given]) == 1
+        assert lacks in capsys.readouterr().err

@@ -35,14 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for command in (one, two):
         command.add_argument(
-            "--metric", action="append", default=[], help="only this metric (repeatable)"
+            "--metric", action="append", default=[], help="only this name or pattern (repeatable)"
         )
         command.add_argument("--png", metavar="FILE", help="write a picture (needs matplotlib)")
-        command.add_argument(
-            "--html",
-            metavar="FILE",
-            help="write a self-contained HTML page",
-        )
+        command.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     sending = _add_command(commands, "replay", "send undelivered metrics to trackers", _replay)
     sending.add_argument("run", help="folder of the run")
     sending.add_argument("--mlflow-uri", help="MLflow server (MLFLOW_TRACKING_URI)")
@@ -61,10 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        text = error.args[0] if isinstance(error, KeyError) else error  # str() of it adds quotes
-        print(f"{parser.prog}: error: {plain(str(text))}", file=sys.stderr)  # noqa: T201
+        print(f"{parser.prog}: error: {_describe(error)}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
+
+
+def _describe(error: Exception) -> str:
+    # str() of a KeyError adds quotes.
+    return plain(str(error.args[0] if isinstance(error, KeyError) else error))
 
 
 def _add_command(
@@ -76,17 +76,26 @@ def _add_command(
 
 
 def _show(options: argparse.Namespace) -> Iterator[str]:
-    run = Run.read(options.run)
+    shown: dict[str, dict[int, float]] | None = None
+    reason = ""
     while True:
-        yield from show(run, options.metric)
-        yield from _draw([run], options)
-        before = run.curves
-        while options.follow and run.curves == before:
-            time.sleep(_LOOK_EVERY_S)
+        try:
             run = Run.read(options.run)
+            lines = list(show(run, options.metric)) if run.curves != shown else []
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            # The run starts later or anew: a renamed file, a new one without lines, or no metric.
+            if not options.follow:
+                raise
+            lines, before, reason = [], reason, _describe(error)
+            if reason != before:
+                yield f"waiting: {reason}"
+        if lines:
+            yield from [""] * bool(shown) + lines
+            yield from _draw([run], options)
+            shown = run.curves
         if not options.follow:
             return
-        yield ""
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _compare(options: argparse.Namespace) -> Iterator[str]:
@@ -99,11 +108,9 @@ def _compare(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _draw(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[str]:
-    if options.metric:
-        runs = [
-            replace(run, curves={n: c for n, c in run.curves.items() if n in options.metric})
-            for run in runs
-        ]
+    runs = [
+        replace(run, curves={n: run.curves[n] for n in run.match(options.metric)}) for run in runs
+    ]
     for path, draw in ((options.png, draw_picture), (options.html, draw_page)):
         if path is not None:
             draw(runs, path)

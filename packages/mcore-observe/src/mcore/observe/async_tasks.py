@@ -92,10 +92,7 @@ def trace_async_exceptions(
 
 
 def trace_async_exceptions(
-    func: Callable[..., Any] | None = None,
-    *,
-    verbose: bool = False,
-    on_error: _OnError = "exit",
+    func: Callable[..., Any] | None = None, *, verbose: bool = False, on_error: _OnError = "exit"
 ) -> Any:
     """Decorate a function that runs as a task, to log its errors and end the process.
 

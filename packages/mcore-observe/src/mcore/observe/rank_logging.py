@@ -67,11 +67,7 @@ def writes_log(global_state: Any) -> bool:
 
 
 def log_single_rank(
-    logger: logging.Logger,
-    *args: Any,
-    rank: int = 0,
-    group: GroupLike | None = None,
-    **kwargs: Any,
+    logger: logging.Logger, *args: Any, rank: int = 0, group: GroupLike | None = None, **kwargs: Any
 ) -> None:
     """Log on one rank. The record names the caller's file, line and function.
 

@@ -150,12 +150,7 @@ class TrainerLog:
             self._tokens = (self._tokens or 0) + tokens
 
     def end_step(
-        self,
-        ranks: int,
-        *,
-        steps: int = 1,
-        samples: int = 0,
-        most_samples: int | None = None,
+        self, ranks: int, *, steps: int = 1, samples: int = 0, most_samples: int | None = None
     ) -> None:
         """Count steps with their samples over ``ranks``; 0 samples means the counted batches.
 
@@ -212,13 +207,7 @@ class TrainerLog:
             for name, value in (scalars or {}).items()
         }
         self.log.log_step(
-            losses,
-            lr=lr,
-            grad_norm=grad_norm,
-            samples=samples,
-            tokens=tokens,
-            steps=steps,
-            **named,
+            losses, lr=lr, grad_norm=grad_norm, samples=samples, tokens=tokens, steps=steps, **named
         )
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -88,6 +89,30 @@ class Run:
                     curve[step] = as_float(value)
         return run
 
+    def match(self, names: Sequence[str]) -> list[str]:
+        """Return the metrics with the given names, or that match patterns such as ``"lm *"``.
+
+        Args:
+            names: Names and patterns. A name counts as a pattern only if no metric is called so.
+
+        Returns:
+            The names of metrics, each once. All metrics if no names are given.
+
+        Raises:
+            KeyError: The run has no such metric.
+
+        Example:
+            >>> Run("r", {"lm loss": {1: 4.0}, "lr": {1: 0.1}}).match(["lm*"])
+            ['lm loss']
+        """
+        found = dict.fromkeys(() if names else self.curves)
+        for name in names:
+            matching = [name] if name in self.curves else fnmatch.filter(self.curves, name)
+            if not matching:
+                raise KeyError(f"{self.name} has no metric {name!r}: it has {sorted(self.curves)}")
+            found |= dict.fromkeys(matching)
+        return list(found)
+
     def points(self, name: str) -> list[tuple[int, float]]:
         """Return steps and values of a metric in order, none if the run lacks the metric."""
         return sorted(self.curves.get(name, {}).items())
@@ -98,7 +123,7 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
 
     Args:
         run: The run.
-        names: The metrics. None given means all.
+        names: The metrics, by name or pattern. None given means all.
 
     Yields:
         Lines.
@@ -116,10 +141,8 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
         raise ValueError(f"{run.name} has no metrics yet")
     rows: list[Sequence[str]] = []
     counts: list[int] = []
-    for name in names or run.curves:
+    for name in run.match(names):
         points = run.points(name)
-        if not points:
-            raise KeyError(f"{run.name} has no metric {name!r}: it has {sorted(run.curves)}")
         texts, count = run.summarize(name, 4)
         counts.append(count)
         rows.append((name, *texts, sparkline([value for _, value in points])))
@@ -135,12 +158,13 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
 
     Args:
         runs: Two runs or more. Changes are relative to the first.
-        names: The metrics. None given means all common metrics.
+        names: The metrics, by name or pattern. None given means all common metrics.
 
     Yields:
         Lines.
 
     Raises:
+        KeyError: A run lacks one of the metrics.
         ValueError: The runs have no metric at the same step.
 
     Example:
@@ -149,10 +173,10 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
         metric  step  a  b  change  a  b
         x          1  2  3  +50.0%  ??  ?
     """
-    first, *others = runs
     shown = [run.name for run in runs]
-    rows = [("metric", "step", *shown, *(["change"] * len(others)), "  ".join(shown))]
-    for name in names or [name for name in first.curves if all(name in r.curves for r in others)]:
+    rows = [("metric", "step", *shown, *(["change"] * (len(runs) - 1)), "  ".join(shown))]
+    matching = [run.match(names) for run in runs]
+    for name in (name for name in matching[0] if all(name in each for each in matching)):
         by_step = [dict(run.points(name)) for run in runs]
         common = max(set.intersection(*map(set, by_step)), default=None)
         if common is None:
@@ -199,14 +223,8 @@ def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
         for number, run in enumerate(runs):
             points = run.points(name)
             if points:
-                steps, values = zip(*points, strict=True)
-                axes.plot(
-                    steps,
-                    values,
-                    color=_COLOURS[number % len(_COLOURS)],
-                    label=run.name,
-                    linewidth=1.2,
-                )
+                colour = _COLOURS[number % len(_COLOURS)]
+                axes.plot(*zip(*points, strict=True), color=colour, label=run.name, linewidth=1.2)
         axes.set_title(name, fontsize=9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)

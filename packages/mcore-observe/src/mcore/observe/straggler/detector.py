@@ -51,9 +51,7 @@ def _take_parameters_of(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[StragglerDetector, _P], None]]:
     """Give a method the parameters of a class, for type checkers and ``inspect.signature``."""
 
-    def decorate(
-        method: Callable[..., None],
-    ) -> Callable[Concatenate[StragglerDetector, _P], None]:
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[StragglerDetector, _P], None]:
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [itself, *inspect.signature(settings).parameters.values()]
         vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation="None")

@@ -420,10 +420,10 @@ class RankComparison:
     def report(self) -> StragglerReport:
         """The report of all ranks."""
         numbers = self._rows.matrix[:, SECTIONS_START:]
-        numbers = numbers.reshape(self.world_size, len(self._names), STATS_PER_SECTION)
+        columns = numbers.t().reshape(len(self._names), STATS_PER_SECTION, -1).tolist()
         sections = {
-            name: tuple(SectionStats(int(count), *times) for count, *times in by_rank)
-            for name, by_rank in zip(self._names, numbers.transpose(0, 1).tolist(), strict=True)
+            name: tuple(map(SectionStats, map(int, counts), *times))
+            for name, (counts, *times) in zip(self._names, columns, strict=True)
         }
         return StragglerReport(
             unix_time=self.unix_time,

@@ -37,10 +37,13 @@ Memory. 20 values per rank and time, and up to 256 for at most 512 ranks.
 
 It cannot find a rank that was slow for fewer than three reports, or in less than four of five. The
 same holds for an excess below 3 % or within the noise, for more than half of the peers, and for a
-change of all peers together. With fewer than 16 peers, noise that lasts for several reports is
-recognised only after about 30 reports. Of the first 24 reports of 8 ranks with such noise (5 %, of
-which 90 % remain in the next report), 110 in 1,000 name a healthy rank, and 20 of 2 ranks. A rank
-has then only two or three independent values: too few to measure how long the noise lasts.
+change of all peers together.
+
+In the first 32 reports a rank has only a few independent values if its noise lasts. With four ranks
+or more, the noise then counts as lasting if differences grow by a fifth with the distance in time,
+and it is assumed to grow further. With 5 % of noise, of which 90 % remain in the next report, about
+4 in 1,000 of the first 24 reports of 8 ranks name a healthy rank, and 20 to 40 of 2 ranks. The
+price is that a small change within these reports is sometimes named only after them.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ _NUM_MEASURED = (16, 256)  # reports for the noise: at least, at most
 _LAGS = (16, 64)
 _LEAST_NOISE = 0.001
 _SHARES = (0.5, 0.8)  # of the smallest values, for the noise: pauses are rarer
-_GROWTH = 1.3  # of differences with the distance in time, if noise lasts
+_GROWTH, _GROWTH_AT_START = 1.3, 1.2  # of differences with the distance in time, if noise lasts
+_NUM_START = 32  # reports
 _LEAST_EXCESS_MS = 0.05  # a smaller difference of times is of no interest
 _LEAST_EXCESS_SHARE = 0.03  # nor is a smaller share of an iteration
 _SCALE = 1.06  # the median of five includes the value itself
@@ -288,6 +292,7 @@ class _Noise:
 
     def __init__(self, measured: torch.Tensor, num: int, num_ranks: int) -> None:
         self._past = past = measured[-num:]
+        self._num_ranks = num_ranks
         # Subtracting the median of the ranks took a share of the variance.
         self._factor = math.sqrt(num_ranks / (num_ranks - 1)) if num_ranks > 1 else 1.0
         near = _compute_median_of_five([past[at : len(past) - 4 + at] for at in range(5)])
@@ -336,20 +341,28 @@ class _Noise:
     def _measure_lasting(self) -> float:
         """Return the standard deviation of noise that lasts for several reports, or 0.0.
 
-        Values of such noise differ more, the more reports are between them.
+        Values of such noise differ more, the more reports are between them. It may last for longer
+        than the first reports, so their growth is continued.
         """
-        # A rank that has just become slow is not noise.
-        past = self._past[:-10] if len(self._past) > 4 * _LEAST_MEASUREMENTS else self._past
-        lags = [2**k for k in range(7) if 3 * 2**k <= len(past)]
+        # A rank that has just become slow is not noise. The first reports are all needed.
+        is_start = len(self._past) <= _NUM_START
+        past = self._past if is_start else self._past[:-10]
+        # Of two or three ranks the differences vary too much.
+        continues = is_start and self._num_ranks > 3
+        share, part = (0.8, 2) if continues else (0.5, 3)
+        lags = [2**k for k in range(7) if part * 2**k <= len(past)]
         sigmas = [
-            self._factor * measure_deviation(past[lag:] - past[:-lag], 0.5) / math.sqrt(2)
+            self._factor * measure_deviation(past[lag:] - past[:-lag], share) / math.sqrt(2)
             for lag in lags
         ]
         # A few differences vary by chance.
-        growth = _GROWTH + self._factor / math.sqrt(past.numel())
-        if len(sigmas) < 2 or sigmas[-1] < growth * sigmas[0]:
+        least = _GROWTH_AT_START if continues else _GROWTH + self._factor / math.sqrt(past.numel())
+        largest = max(sigmas) if continues else sigmas[-1]
+        if len(sigmas) < 2 or largest < least * sigmas[0]:
             return 0.0
-        return sigmas[-1] * max(1.0, sigmas[-1] / max(sigmas[-2], _LEAST_NOISE))
+        # The growth continues: by the last step, or at the start by twice the whole growth so far.
+        before = sigmas[0] / 2 if continues else sigmas[-2]
+        return largest * max(1.0, largest / max(before, _LEAST_NOISE))
 
     def _average(self, size: int, *, until: int) -> torch.Tensor:
         past = self._past[:-until]
