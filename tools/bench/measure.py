@@ -119,12 +119,7 @@ def single(fn: Callable[[], Any], *, number: int, repeats: int = 7) -> float:
 
 def cpu_seconds(fn: Callable[[], Any], *, repeats: int = 3) -> float:
     """CPU time of a call on all threads, on which other processes have little effect."""
-    best_s = math.inf
-    for _ in range(repeats):
-        started_s = time.process_time()
-        fn()
-        best_s = min(best_s, time.process_time() - started_s)
-    return best_s
+    return min(_time_batch(fn, 1, time.process_time) for _ in range(repeats))
 
 
 def loop(function: Callable[..., Any], *arguments: Any, calls: int) -> Callable[[], float]:
@@ -153,13 +148,15 @@ def compare_imports(
     return Row(f"import {ours}", ours_s, peer, peer_s, target, note=note)
 
 
-def _time_batch(fn: Callable[[], Any], number: int) -> float:
+def _time_batch(
+    fn: Callable[[], Any], number: int, clock: Callable[[], float] | None = None
+) -> float:
     """Seconds per call over one batch."""
-    calls = range(number)
-    started_s = time.perf_counter()
+    calls, clock = range(number), clock or time.perf_counter
+    started_s = clock()
     for _ in calls:
         fn()
-    return (time.perf_counter() - started_s) / number
+    return (clock() - started_s) / number
 
 
 @contextmanager

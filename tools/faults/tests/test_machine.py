@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from faults.machine import Lateness
+from rank_testing.tests.living import is_living, wait_until
 
 TOOLS = str(Path(__file__).parents[2])
 # Starts, like MLflow, a server in a session of its own whose worker has one too.
@@ -33,20 +33,6 @@ time.sleep(600)
 """
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_a_campaign_has_started_ends_when_it_is_killed(number: int) -> None:
     campaign = subprocess.Popen(
@@ -56,10 +42,10 @@ def test_what_a_campaign_has_started_ends_when_it_is_killed(number: int) -> None
     try:
         assert campaign.stdout is not None
         started = [int(campaign.stdout.readline()) for _ in range(2)]
-        assert not any(map(is_gone, started))
+        assert all(map(is_living, started))
         campaign.send_signal(number)
         assert campaign.wait(600) == (-number if number == signal.SIGKILL else 128 + number)
-        wait_until(lambda: all(map(is_gone, started)))
+        assert wait_until(lambda: not any(map(is_living, started)), 600)
     finally:
         campaign.kill()
 
@@ -73,6 +59,6 @@ def test_a_process_that_had_no_core_knows_it() -> None:
         f"os.kill({pid}, signal.SIGCONT)"
     )
     stopper = subprocess.Popen([sys.executable, "-c", code])
-    wait_until(lambda: lateness.between(began, time.time()) > 0.8)
+    assert wait_until(lambda: lateness.between(began, time.time()) > 0.8, 600)
     assert stopper.wait() == 0
     assert lateness.between(began - 100, began) == 0.0

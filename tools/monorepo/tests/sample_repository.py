@@ -7,38 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-_PYPROJECT = """\
-[build-system]
-requires = ["hatchling>=1.27"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{name}"
-description = "A sample of a package"
-readme = "README.md"
-requires-python = ">=3.10"
-license = "Apache-2.0"
-license-files = ["LICENSE"]
-dependencies = [{dependencies}]
-dynamic = ["version"]
-
-[project.urls]
-Homepage = "https://github.com/sample/sample"
-
-[dependency-groups]
-test = ["pytest>=8.3"]
-
-[tool.hatch.version]
-path = "src/{folder}/_version.py"
-
-[tool.hatch.build.targets.wheel]
-packages = ["src/mcore"]
-core-metadata-version = "2.4"
-
-[tool.hatch.build.targets.sdist]
-include = ["/src", "/README.md", "/CHANGELOG.md", "/LICENSE"]
-core-metadata-version = "2.4"
-"""
+_PYPROJECT = Path(__file__).with_name("sample_pyproject.txt").read_text(encoding="utf-8")
 
 
 class SampleRepository:

@@ -1,14 +1,13 @@
 """Declared dependencies compared with imports."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from monorepo.dependencies import check_package, find_imports, find_providers
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import load_workspace
-
-REPOSITORY = Path(__file__).parents[3]
+from monorepo.workspace import REPOSITORY, load_workspace
 
 
 @pytest.fixture
@@ -105,44 +104,9 @@ def test_names_lead_to_the_distributions_that_provide_them(
     assert find_providers(workspace, workspace["mcore-tensor"], name) == expected
 
 
-_SOURCE = """\
-import a.b, c as d
-from e.f import g, h
-from . import sibling
-from .sibling import name
-import importlib
-from typing import TYPE_CHECKING
-import typing
-if TYPE_CHECKING:
-    import i
-    def inner():
-        import j
-else:
-    import k
-if typing.TYPE_CHECKING:
-    from l import m
-try:
-    import n
-except ImportError:
-    pass
-NAME = "o.p"
-def function(argument=__import__("default")):
-    import q
-    importlib.import_module(NAME)
-    importlib.import_module("r")
-    importlib.import_module(argument)
-    "import not_code"
-class Holder:
-    import s
-    async def method(self):
-        import t
-later = lambda: __import__("u")
-"""
-
-
 def test_every_kind_of_import_is_found(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package/module.py").write_text(_SOURCE)
+    shutil.copy(Path(__file__).with_name("sample_imports.txt"), tmp_path / "package/module.py")
     standard = ("importlib", "typing", "typing.TYPE_CHECKING")
     found = [one for one in find_imports(tmp_path) if one.name not in standard]
     early = {"a.b", "c", "e.f.g", "e.f.h", "k", "n", "default", "s"}
