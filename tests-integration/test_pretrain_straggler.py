@@ -56,7 +56,7 @@ SMALL = Settings(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     done = pretrain(
-        tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:12", "--run-dir", "run",
+        tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:40", "--run-dir", "run",
         "--train-iters", "20", "--log-interval", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
