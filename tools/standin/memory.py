@@ -94,7 +94,7 @@ def _size_of(storage: torch.UntypedStorage) -> int:
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     """Free a storage, whose content becomes poison, or allocate a freed one again."""
     if storage.device.type != NAME:
-        return torch._C.StorageBase.resize_(storage, size)  # type: ignore[no-any-return]
+        return torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined, no-any-return]
     address, whole = storage.data_ptr(), storage.nbytes()
     if size not in (0, whole):
         raise RuntimeError(f"{NAME} has no storage that grows: it has {whole} bytes, not {size}")
