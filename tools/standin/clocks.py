@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +103,10 @@ class Clocks:
             self._pending.append((key, self.views[key][key], _run_once(finish)))
 
     def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
-        (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
+        (start, end), storage = find_range(tensor), tensor.untyped_storage()
+        base = storage.data_ptr()
+        if base not in self.accesses:
+            weakref.finalize(storage, _forget, base).atexit = False
         # A write replaces all before it. A read replaces those of its stream.
         others = [
             one for one in self.accesses.get(base, ())
@@ -118,6 +122,11 @@ class Clocks:
             for start, end, user, number, is_write in self.accesses.get(base, ())
             if start < high and low < end and not self.has_seen(key, user, number)
         ]
+
+
+def _forget(base: int) -> None:
+    """Forget the accesses to freed memory: its next owner may be of any stream."""
+    clocks.accesses.pop(base, None)
 
 
 def _run_once(work: Callable[[], object]) -> Callable[[], None]:

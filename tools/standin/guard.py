@@ -107,7 +107,9 @@ def _pack(index: int) -> int:
 
 def _exchange(_: int, device: int) -> int:
     previous = current_index()
-    _select(_, device)
+    # A thread of autograd keeps its device: torch's guard of streams names device 0 there.
+    if threading.get_ident() in threading._active:  # type: ignore[attr-defined]
+        _select(_, device)
     return _pack(previous)
 
 
