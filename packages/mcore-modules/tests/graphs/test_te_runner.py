@@ -236,6 +236,7 @@ def test_the_configuration_keeps_the_autograd_graph(on_cuda, retained):
         ),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "MXFP8BlockScaling", {"fp8_format": "E4M3"}),
         ({"fp4": "e2m1"}, "NVFP4BlockScaling", {}),
+        ({"fp4": "e2m1", "fp8": "e4m3"}, "NVFP4BlockScaling", {}),
     ],
 )
 def test_the_recipe_is_that_of_the_configuration(on_cuda, fields, name, options):

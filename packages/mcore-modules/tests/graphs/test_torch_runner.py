@@ -1,4 +1,5 @@
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mcore.modules.graphs import (
     resolve_graph_runner,
     set_current_microbatch,
 )
-from mcore.modules.graphs.runner import preserved_state
+from mcore.modules.graphs.runner import MemoryPool, preserved_state
 from mcore.parallel.rng import get_cuda_rng_tracker
 
 CPU = torch.device("cpu")
@@ -124,6 +125,36 @@ def test_a_parameter_that_was_removed_is_an_error(cpu_graphs):
     layer.factor = None
     with pytest.raises(GraphInputMismatch, match="'factor' of the layer was removed"):
         graph(torch.ones(1))
+
+
+class Square(torch.autograd.Function):
+    contexts: ClassVar[list] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x * 2)
+        Square.contexts.append(ctx)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("pool", [None, MemoryPool()])
+def test_a_shared_pool_keeps_the_tensors_that_a_backward_reads(cpu_graphs, pool):
+    layer = torch.nn.Identity()
+    spec = GraphSpec(layer, Square.apply, (sample(2),), pool=pool)
+    graphs = TorchGraphRunner(device=cpu_graphs).capture([spec])
+    recorded = Square.contexts[-1]
+    if pool is None:
+        with pytest.raises(RuntimeError, match="second time"):
+            recorded.saved_tensors  # noqa: B018
+    else:
+        assert recorded.saved_tensors[0].tolist() == [2.0, 2.0]
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    graphs[0](x).sum().backward()
+    assert x.grad.tolist() == [6.0, 8.0]
 
 
 def test_slots_are_captured_apart_and_layers_in_order(cpu_graphs):
