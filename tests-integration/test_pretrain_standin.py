@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"dp": 1, "pp": 2, "micro_batch_size": 2},
     "packed": {"dp": 1, "packed": True},
     "experts": {"dp": 2, "experts": 4, "ep": 2},
+    "fsdp": {"dp": 2, "fsdp": True},
 }
 
 

@@ -99,7 +99,7 @@ class Clocks:
     def when_host_waits(self, key: Key, finish: Callable[[], object]) -> None:
         """Call a function as soon as the host has waited for the latest launch of a stream."""
         with self._lock:
-            self._pending.append((key, self.views[key][key], _run_once(finish)))
+            self._pending.append((key, self.views[key][key], run_once(finish)))
 
     def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
         (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
@@ -120,7 +120,8 @@ class Clocks:
         ]
 
 
-def _run_once(work: Callable[[], object]) -> Callable[[], None]:
+def run_once(work: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that runs work at its first call only. Other threads wait for its end."""
     todo, lock = [work], threading.RLock()
 
     def run() -> None:
