@@ -139,8 +139,8 @@ def straggler(meter: Meter) -> None:
 def collectives(meter: Meter) -> None:
     """Collectives of all ranks. One rank's work is timed, without the network.
 
-    Messages have a fixed size, but if a load or a save fails, every rank receives the reports of
-    all ranks: 4,096 bytes each.
+    Messages have a fixed size, but if a load or a save fails, every rank receives a byte of each
+    rank, and 4,096 bytes of each of the first 16 that failed.
     """
     group: Any = dist.group
     calls: dict[str, Callable[[], Any]] = {

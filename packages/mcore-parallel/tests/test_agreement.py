@@ -99,6 +99,17 @@ def reports_and_messages() -> list[object]:
     ]
 
 
+def reports_beyond_the_limit() -> dict[int, str]:
+    agreement._MAX_REPORTS = 2
+    return gathered_reports(f"text {dist.get_rank()}", dist.group.WORLD)
+
+
+def test_the_first_reports_are_sent_and_all_failed_ranks_are_named() -> None:
+    untold = "failed too, the text was not sent"
+    expected = {0: "text 0", 1: "text 1", 2: untold, 3: untold}
+    assert run_ranks(reports_beyond_the_limit, 4) == [expected] * 4
+
+
 def test_reports_of_all_failing_ranks_reach_all_in_small_messages() -> None:
     results = run_ranks(reports_and_messages, 3)
     for rank, result in enumerate(results):
@@ -110,7 +121,9 @@ def test_reports_of_all_failing_ranks_reach_all_in_small_messages() -> None:
         assert raised == (("no",) if rank == 1 else ("rank 1 of the process group failed: no",))
         assert differences == [1, 1]
         assert messages == [
-            *[("all_gather_single", 3 * 4096)] * 3,
+            ("all_gather_single", 3),
+            *[("all_gather_single", 3), ("all_reduce", 2 * 4096)],
+            *[("all_gather_single", 3), ("all_reduce", 4096)],
             *[("all_reduce", 512)] * 2,
             *[("all_reduce", 512), ("broadcast", 2048)],
             ("all_reduce", 2 * 12),

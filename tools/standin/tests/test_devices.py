@@ -73,6 +73,19 @@ def test_fused_adamw_refuses_step_counters_on_the_cpu(accelerator):
         optimizer.step()
 
 
+def test_a_hook_of_backward_is_on_the_device_and_may_select_another(accelerator):
+    found, weight = [], torch.ones(2, device="standin:1", requires_grad=True)
+
+    def hook(_):
+        with torch.accelerator.device_index(0):
+            found.append(torch.accelerator.current_device_index())
+        found.append(torch.accelerator.current_device_index())
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert found == [0, 1]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_gradients_are_those_of_the_cpu_on_each_device(accelerator, index):
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -39,6 +39,16 @@ def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
     assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
 
 
+def test_a_metric_that_replaces_a_value_of_the_log_is_a_warning(tmp_path, caplog):
+    with RunLog(tmp_path, batch_size=4, log_every=1) as log:
+        for step in (1, 2):
+            log.log_step(torch.tensor(1.0), lr=0.5, **{"batch-size": step, "accuracy": 1.0})
+    messages = [one.getMessage() for one in caplog.records]
+    text = "the metric 'batch-size' replaces the log's own: give it another name"
+    assert messages.count(text) == 1
+    assert [line["batch-size"] for line in lines_of(tmp_path)] == [1, 2]
+
+
 def losses_shown(folder, options):
     """Log 3, 6, 12 on rank 0 to 2, and then twice that. Return the values that this rank showed."""
     kept, shown = MemorySink(), io.StringIO()

@@ -148,6 +148,16 @@ def test_none_is_left_out_and_large_steps_are_split():
     assert run.client.ended == []
 
 
+def test_two_names_that_mlflow_takes_for_one_are_a_warning(caplog):
+    run = opened(FakeClient())
+    for step in (1, 2):
+        run.log_metrics({"a|b": 1.0, "c": 2.0, "c_d": 3.0}, step)
+        run.log_metrics({"a_b": 4.0}, step)
+    run.close()
+    [warning] = [one.getMessage() for one in caplog.records if "mixes" in one.getMessage()]
+    assert warning == "'a|b' and 'a_b' are both 'a_b' in MLflow, which mixes them: rename one"
+
+
 def test_a_real_run_keeps_all_values_of_all_steps(uri, client):
     run = open_mlflow(
         "runs",

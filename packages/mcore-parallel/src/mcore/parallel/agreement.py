@@ -29,6 +29,7 @@ _T = TypeVar("_T")
 _BLOCK = 64  # int64 in the first message
 _ERROR_BYTES = 2048  # longer texts are cut
 _REPORT_BYTES = 4096
+_MAX_REPORTS = 16  # so a message does not grow with the number of ranks
 _FACT_BYTES = 512
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (OverflowError, RuntimeError, TypeError, ValueError)
@@ -139,13 +140,23 @@ def check_on_all_ranks(
 
 def gathered_reports(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
     """Return the reports of all ranks that have one, by rank in the group.
-    One all-gather of 4096 bytes a rank.
+
+    One all-gather of a byte a rank. If a rank has a report, one all-reduce (MAX of uint8) of 4096
+    bytes for each of the first 16 that have one. The text of the others says that it was not sent.
     """
-    text = "" if report is None else report or "unknown error"
-    own = _encode(text, _REPORT_BYTES, group)
-    every = own.new_empty(group.size() * _REPORT_BYTES)
-    all_gather_single(every, own, group)
-    return {rank: found for rank, found in enumerate(_decode(every, _REPORT_BYTES)) if found}
+    own = torch.tensor([report is not None], dtype=torch.uint8, device=comm_device(group))
+    flags = own.new_zeros(group.size())
+    all_gather_single(flags, own, group)
+    ranks: list[int] = flags.cpu().nonzero().flatten().tolist()
+    shown = ranks[:_MAX_REPORTS]
+    if not shown:
+        return {}
+    texts = own.new_zeros(len(shown), _REPORT_BYTES)
+    if report is not None and group.rank() in shown:
+        texts[shown.index(group.rank())] = _encode(report or "unknown error", _REPORT_BYTES, group)
+    dist.all_reduce(texts, op=dist.ReduceOp.MAX, group=group)
+    reports = dict(zip(shown, _decode(texts.flatten(), _REPORT_BYTES), strict=True))
+    return reports | dict.fromkeys(ranks[_MAX_REPORTS:], "failed too, the text was not sent")
 
 
 def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:

@@ -128,6 +128,5 @@ def _parse(slow: Sequence[Any]) -> Iterator[Outlier]:
     for one in slow:
         if isinstance(one, Mapping) and isinstance(one.get("rank"), int):
             metric, host, device = (str(one.get(key, "")) for key in ("metric", "host", "device"))
-            keys = ("value", "median", "z", "score")
-            numbers = {key: as_float(one.get(key)) for key in keys}
+            numbers = {key: as_float(one.get(key)) for key in ("value", "median", "z", "score")}
             yield Outlier(metric, one["rank"], host, device=device, **numbers)

@@ -85,8 +85,7 @@ class Run:
                 run.times[step] = float(time)
             for name, value in record.items():
                 if value is None or isinstance(value, (int, float)):
-                    curve = run.curves.setdefault(name, {})
-                    curve[step] = as_float(value)
+                    run.curves.setdefault(name, {})[step] = as_float(value)
         return run
 
     def match(self, names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import Any
 
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec, accepts
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
@@ -337,7 +338,12 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         _send_params(self.open(), params)
 
     def _rename(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {sanitize_metric_name(name): value for name, value in metrics.items()}
+        names = {name: sanitize_metric_name(name) for name in metrics}
+        for name, renamed in names.items():
+            if (first := self._given_names.setdefault(renamed, name)) != name:
+                text = "%r and %r are both %r in MLflow, which mixes them: rename one"
+                warn_once(logger, text, first, name, renamed)
+        return {names[name]: value for name, value in metrics.items()}
 
     def _get_run_id(self, connection: MlflowConnection) -> str:
         return connection.run_id

@@ -118,8 +118,7 @@ class SinkTable:
         for spec in TRACKERS:
             client = getattr(global_state, spec.attribute, None)
             if client is not None:
-                guard = self._guard(client, spec.label, spec.adapt, config)
-                pairs.append((spec.rules, guard))
+                pairs.append((spec.rules, self._guard(client, spec.label, spec.adapt, config)))
         if writes_log(global_state):
             given = getattr(global_state, "extra_sinks", ())
             sinks = list(given) if isinstance(given, (list, tuple)) else []

@@ -35,6 +35,7 @@ ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int
 
 _MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 _PREFIX = "mcore_straggler_"
+_Samples: TypeAlias = Iterable[tuple[str, float]]  # labels and value
 _NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's texts -> names of Prometheus
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
@@ -287,7 +288,7 @@ class StragglerReport:
         by_rank = zip(self.ranks, self.hosts, strict=True)
         ranks = [f'rank="{rank}",{hosts[host]}' for rank, host in by_rank]
         families = [
-            family(name, "gauge", text, _scale(ranks, self.metrics[metric], factor))
+            family(name, "gauge", text, zip(ranks, self.metrics[metric], strict=True), factor)
             for metric, (name, factor, text) in _GAUGES.items()
             if metric in self.metrics
         ]
@@ -308,12 +309,7 @@ class StragglerReport:
         for name, text, sections, factor in (
             ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
             ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
-            (
-                "individual_score",
-                "Best median of the last reports over the current.",
-                individual,
-                1.0,
-            ),
+            ("individual_score", "Best recent median over the current one.", individual, 1.0),
         ):
             samples: list[tuple[str, float]] = []
             for section, values in sections.items():
@@ -323,8 +319,8 @@ class StragglerReport:
                     rows = torch.frombuffer(array("d", values), dtype=torch.float64)[None]
                     [((smallest, _), (largest, _))] = row_extremes(rows)
                     of_samples, shown = _ENDS, (smallest, row_medians(rows)[0], largest)
-                samples += _scale([f"{each},{label}" for each in of_samples], shown, factor)
-            yield family(name, "gauge", text, samples)
+                samples += zip((f"{each},{label}" for each in of_samples), shown, strict=True)
+            yield family(name, "gauge", text, samples, factor)
 
 
 def throughput_ends(
@@ -357,12 +353,13 @@ def _make_plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     return value
 
 
-def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
+def family(name: str, kind: str, text: str, samples: _Samples, factor: float = 1.0) -> str:
     """Return one metric in Prometheus' text format 0.0.4: help, type, and samples with labels."""
     head = f"{_PREFIX}{name}"
     lines = [f"# HELP {head} {text}", f"# TYPE {head} {kind}"]
     for of_sample, value in samples:
-        number = f"{value:.12g}" if math.isfinite(value) else _NOT_FINITE[f"{value}"]
+        number = f"{value * factor:.12g}"
+        number = _NOT_FINITE.get(number, number)
         lines.append(f"{head}{{{of_sample}}} {number}" if of_sample else f"{head} {number}")
     return "\n".join(lines) + "\n"
 
@@ -374,12 +371,6 @@ def labels(**values: object) -> str:
 
 
 _ENDS = [labels(of=end) for end in ("min", "median", "max")]
-
-
-def _scale(
-    of_samples: Sequence[str], values: Sequence[float], factor: float
-) -> Iterable[tuple[str, float]]:
-    return zip(of_samples, (value * factor for value in values), strict=True)
 
 
 class RankComparison:
@@ -459,8 +450,7 @@ class RankComparison:
     def by_rank(self) -> torch.Tensor:
         """Return float32 ``[7 + num_sections, world]``: the metrics, then ms per iteration."""
         sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION + 1 :: STATS_PER_SECTION]
-        per_iteration = sums.t() / max(self._rows.log_interval, 1)
-        values = torch.cat([self._metrics, per_iteration]).float()
+        values = torch.cat([self._metrics, sums.t() / max(self._rows.log_interval, 1)]).float()
         return values if self._rows.order is None else values[:, self._rows.order]
 
     @cached_property

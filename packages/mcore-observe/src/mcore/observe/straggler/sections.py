@@ -106,8 +106,7 @@ class SectionTimers:
                         _MAX_UNDECLARED,
                     )
                 return nullcontext()
-            timer = self._make(len(self._timers))
-            self._timers[name] = timer
+            timer = self._timers[name] = self._make(len(self._timers))
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(

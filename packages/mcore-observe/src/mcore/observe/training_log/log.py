@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import torch
 
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.norms import find_process_groups, gradient_norms
+from mcore.observe.rank_logging import warn_once
 from mcore.observe.reports import (
     report_memory,
     report_runtime,
@@ -45,6 +47,8 @@ from mcore.observe.training_log.step import (
     samples_per_step,
 )
 from mcore.parallel.reductions import reduce_max_memory_across_pp_group
+
+_log = logging.getLogger(__name__)
 
 
 def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
@@ -105,6 +109,9 @@ def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
     scalars.add("batch-size", batch_size, versus_samples=True)
     scalars.add_all(values.losses, versus_samples=True)
     scalars.add_all(further, versus_samples=True)
+    for name in ["learning-rate", "batch-size", *plain, *further] if step.writes else ():
+        if name in values.scalars:
+            warn_once(_log, "the metric %r replaces the log's own: give it another name", name)
     scalars.add_all(only_numbers(values.scalars, warns=step.writes))
 
 

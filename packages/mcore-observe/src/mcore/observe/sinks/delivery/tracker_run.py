@@ -93,6 +93,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
         self.num_logged = self.num_dropped = 0
         self._num_arrived = 0
         self._name = name or self._label
+        self._given_names: dict[str, str] = {}  # by the name that the tracker accepts
         self._connect = connect
         self._connection: _Client | None = None
         self._connecting = threading.Lock()

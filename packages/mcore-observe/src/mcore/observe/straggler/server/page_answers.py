@@ -171,8 +171,7 @@ class PageAnswers:
                 for one in outliers
             ]
             ranks.append({**self._describe_episode(episode), "signs": signs})
-        is_measuring = self._history.is_measuring
-        return {"count": len(slow), "ranks": ranks, "measuring": is_measuring}
+        return {"count": len(slow), "ranks": ranks, "measuring": self._history.is_measuring}
 
     def _describe_episode(self, episode: Episode) -> dict[str, Any]:
         host, device = self._history.places[episode.rank]
