@@ -46,7 +46,7 @@ def test_a_metric_that_replaces_a_value_of_the_log_is_a_warning(tmp_path, caplog
     messages = [one.getMessage() for one in caplog.records]
     text = "the metric 'batch-size' replaces the log's own: give it another name"
     assert messages.count(text) == 1
-    assert [line["batch-size"] for line in lines_of(tmp_path)] == [1, 2]
+    assert Run.read(tmp_path).curves["batch-size"] == {1: 1.0, 2: 2.0}
 
 
 def losses_shown(folder, options):
