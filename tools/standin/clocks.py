@@ -12,7 +12,6 @@ import ctypes
 import itertools
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,13 +99,10 @@ class Clocks:
     def when_host_waits(self, key: Key, finish: Callable[[], object]) -> None:
         """Call a function as soon as the host has waited for the latest launch of a stream."""
         with self._lock:
-            self._pending.append((key, self.views[key][key], _run_once(finish)))
+            self._pending.append((key, self.views[key][key], run_once(finish)))
 
     def _note(self, tensor: torch.Tensor, key: Key, number: int, *, is_write: bool) -> None:
-        (start, end), storage = find_range(tensor), tensor.untyped_storage()
-        base = storage.data_ptr()
-        if base not in self.accesses:
-            weakref.finalize(storage, _forget, base).atexit = False
+        (start, end), base = find_range(tensor), tensor.untyped_storage().data_ptr()
         # A write replaces all before it. A read replaces those of its stream.
         others = [
             one for one in self.accesses.get(base, ())
@@ -124,12 +120,8 @@ class Clocks:
         ]
 
 
-def _forget(base: int) -> None:
-    """Forget the accesses to freed memory: its next owner may be of any stream."""
-    clocks.accesses.pop(base, None)
-
-
-def _run_once(work: Callable[[], object]) -> Callable[[], None]:
+def run_once(work: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that runs work at its first call only. Other threads wait for its end."""
     todo, lock = [work], threading.RLock()
 
     def run() -> None:

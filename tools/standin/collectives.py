@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Work
 from torch.utils._pytree import tree_leaves, tree_map
 
 from standin import recording
-from standin.clocks import Key, clocks, current_stream
+from standin.clocks import Key, clocks, current_stream, run_once
 from standin.memory import NAME, to_host
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -92,19 +92,16 @@ class DeviceWork(Work):
     def __init__(self, work: Any, key: Key, results: list[tuple[Any, Any]]) -> None:
         super().__init__()
         self._work, self._key, self._results = work, key, results
-        self._is_done = False
-        clocks.when_host_waits(key, self._finish)
+        self._finish_once = run_once(self._finish)  # gloo's receives never end a second time
+        clocks.when_host_waits(key, self._finish_once)
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait. The host does not."""
-        self._finish()
+        self._finish_once()
         clocks.wait(current_stream(self._key[0]).key, clocks.views[self._key])
         return True
 
     def _finish(self) -> None:
-        if self._is_done:  # gloo's receives never end a second time
-            return
-        self._is_done = True
         self._work.wait()
         with torch.no_grad():
             for original, host in self._results:

@@ -20,6 +20,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _PRIVATE_USE_1 = 20  # c10::DeviceType
 # Not threading.local: it forgets a thread of autograd between two calls.
 _current: dict[int, int] = {}
+_previous: dict[int, int] = {}  # before the latest exchange
 _keep: list[Any] = []
 _errors: list[BaseException] = []
 
@@ -106,11 +107,15 @@ def _pack(index: int) -> int:
 
 
 def _exchange(_: int, device: int) -> int:
-    previous = current_index()
-    # A thread of autograd keeps its device: torch's guard of streams names device 0 there.
-    if threading.get_ident() in threading._active:  # type: ignore[attr-defined]
-        _select(_, device)
+    previous = _previous[threading.get_ident()] = current_index()
+    _select(_, device)
     return _pack(previous)
+
+
+def _exchange_stream(*_: int) -> int:
+    """Stay on the device: autograd enters each node's stream, and torch's guard has them on 0."""
+    set_current_index(_previous.pop(threading.get_ident(), current_index()))
+    return 0
 
 
 def _select(_: int, device: int) -> None:
@@ -122,6 +127,7 @@ def _select(_: int, device: int) -> None:
 _METHODS = {
     "exchangeDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS, _DEVICE)(_exchange),
     "getDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS)(lambda _: _pack(current_index())),
+    "exchangeStream": ctypes.CFUNCTYPE(_THIS, _THIS, _THIS, _THIS)(_exchange_stream),
     "setDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
     "uncheckedSetDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
     "deviceCount": ctypes.CFUNCTYPE(ctypes.c_int8, _THIS)(lambda _: COUNT),

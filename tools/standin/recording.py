@@ -4,12 +4,12 @@ import contextlib
 import functools
 import math
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -105,14 +105,13 @@ def refuse_in_capture(what: str) -> None:
 
 def find_line() -> str:
     """Return the innermost line of the packages or tools, else of the test, that is running."""
-    frame: FrameType | None = sys._getframe(1)
     outer = ""
-    while frame is not None:
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
         name = _name_file(frame.f_code.co_filename)
-        line = f"{name}:{frame.f_lineno}" if name else ""
+        line = f"{name}:{number}" if name else ""
         if name.startswith(("packages/", "tools/")) and "/tests/" not in name:
             return line
-        outer, frame = outer or line, frame.f_back
+        outer = outer or line
     return outer or "backward (a thread of autograd)"
 
 

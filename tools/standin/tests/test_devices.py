@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from standin import no_host_waits, recorded, switched_on
-from standin.memory import is_device
 
 MIXED = "Expected all tensors to be on the same device"
 
@@ -74,6 +73,19 @@ def test_fused_adamw_refuses_step_counters_on_the_cpu(accelerator):
         optimizer.step()
 
 
+def test_a_hook_of_backward_is_on_the_device_and_may_select_another(accelerator):
+    found, weight = [], torch.ones(2, device="standin:1", requires_grad=True)
+
+    def hook(_):
+        with torch.accelerator.device_index(0):
+            found.append(torch.accelerator.current_device_index())
+        found.append(torch.accelerator.current_device_index())
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert found == [0, 1]
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_gradients_are_those_of_the_cpu_on_each_device(accelerator, index):
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -130,7 +142,7 @@ def test_memory_is_counted(accelerator):
 def test_resizes_and_results_that_grow(accelerator):
     grown = torch.empty(0, device=accelerator)
     torch.add(torch.ones(3, device=accelerator), 1, out=grown)
-    assert is_device(grown)
+    assert grown.device == accelerator
     assert grown.tolist() == [2.0] * 3
     held = torch.arange(2.0, device=accelerator)
     held.resize_(4)

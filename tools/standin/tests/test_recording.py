@@ -63,20 +63,17 @@ def test_work_without_waits_is_permitted(accelerator, work):
 
 
 def test_waits_of_the_packages_name_their_line(accelerator):
+    installed = "/venv/site-packages/mcore/tensor/made.py"
     with recorded() as record:
-        float(calc_norm([torch.ones(3, device=accelerator)]))
-    [(what, line)] = record.waits
+        norm = calc_norm([torch.ones(3, device=accelerator)])
+        float(norm)
+        exec(compile("value.item()", installed, "exec"), {"value": norm})
+    [(what, line), (_, made)] = record.waits
     assert what == "_local_scalar_dense"
     assert line.startswith("tools/standin/tests/test_recording.py:")
+    assert made == "packages/mcore/tensor/made.py:1"
     [line] = [line for name, line in record.ops if name == "_foreach_norm"]
     assert re.match(r"packages/mcore-tensor/src/.*\.py:\d+$", line)
-
-
-def test_waits_of_an_installed_package_name_their_line(accelerator):
-    code = compile("value.item()", "/venv/site-packages/mcore/tensor/made.py", "exec")
-    with recorded() as record:
-        exec(code, {"value": torch.ones((), device=accelerator)})
-    assert [line for _, line in record.waits] == ["packages/mcore/tensor/made.py:1"]
 
 
 def test_launches_and_allocations_have_a_limit(accelerator):
