@@ -44,7 +44,7 @@ def test_a_metric_that_replaces_a_value_of_the_log_is_a_warning(tmp_path, caplog
         for step in (1, 2):
             log.log_step(torch.tensor(1.0), lr=0.5, **{"batch-size": step, "accuracy": 1.0})
     messages = [one.getMessage() for one in caplog.records]
-    text = "the metric 'batch-size' replaces the log's own: give it another name"
+    text = "the metric 'batch-size' replaces that of the log: give it another name"
     assert messages.count(text) == 1
     assert Run.read(tmp_path).curves["batch-size"] == {1: 1.0, 2: 2.0}
 

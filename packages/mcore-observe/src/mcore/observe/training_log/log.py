@@ -111,7 +111,7 @@ def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
     scalars.add_all(further, versus_samples=True)
     for name in ["learning-rate", "batch-size", *plain, *further] if step.writes else ():
         if name in values.scalars:
-            warn_once(_log, "the metric %r replaces the log's own: give it another name", name)
+            warn_once(_log, "the metric %r replaces that of the log: give it another name", name)
     scalars.add_all(only_numbers(values.scalars, warns=step.writes))
 
 
