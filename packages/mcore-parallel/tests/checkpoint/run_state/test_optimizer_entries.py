@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -412,3 +413,27 @@ def test_entries_that_differ_between_ranks_are_saved_for_each(tmp_path: Path) ->
     with pytest.raises(CheckpointingException, match="saved for each of 2 ranks, and 1"):
         load_training_state(tmp_path / "a", model, Counting(model))
     load_training_state(tmp_path / "a", model, Counting(model), strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [(torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.RMSprop)],
+)
+def test_an_optimizer_of_another_kind_is_refused_and_unchanged(
+    saved: type[Optimizer], other: type[Optimizer], strict: bool, tmp_path: Path
+) -> None:
+    model = net()
+    optimizer = saved(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    train(model, optimizer, range(2))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # adds an option
+    save_training_state(tmp_path / "step_1", model, optimizer, step=1)
+
+    present = other(model.parameters(), lr=0.5)  # type: ignore[call-arg]
+    before = copy.deepcopy(present.state_dict())
+    problem = f"another kind of optimizer than {other.__name__}"
+    with pytest.raises(CheckpointingException, match=problem):
+        load_training_state(tmp_path / "step_1", model, present, strict=strict)
+    assert present.state_dict() == before
+    load_training_state(tmp_path / "step_1", model, saved(model.parameters()))  # type: ignore[call-arg]
+    load_training_state(tmp_path / "step_1", model, unexpected="ignore")

@@ -220,6 +220,7 @@ class OptimizerState:
         mixed = []
         for parameter in self._parameters:
             for name in _find_known_names(parameter, options)[:1]:
+                _require_kind(parameter, options[name])
                 known = first.setdefault(
                     id(parameter.group), (name, _digest_options(options[name]))
                 )
@@ -300,6 +301,19 @@ def _get_options(group: Mapping[str, Any]) -> dict[str, Any]:
         for option, value in group.items()
         if option not in _NO_OPTIONS
     }
+
+
+def _require_kind(parameter: _Parameter, stored: Mapping[str, Any]) -> None:
+    """Raise if options are those of another kind of optimizer. Schedulers and users add some."""
+    optimizer = parameter.optimizer
+    missing = sorted(getattr(optimizer, "defaults", {}).keys() - stored.keys())
+    surplus = sorted(stored.keys() - parameter.group.keys())
+    if missing and surplus:
+        raise CheckpointingException(
+            f"the checkpoint is that of another kind of optimizer than {type(optimizer).__name__}: "
+            f"it has the options {', '.join(surplus)} and lacks {', '.join(missing)}. Make the "
+            "optimizer as it was saved, or load only the model, with unexpected='ignore'"
+        )
 
 
 def _digest_options(options: Mapping[str, Any]) -> bytes:
