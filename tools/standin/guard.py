@@ -6,6 +6,7 @@ device 0 of one. The vtable of that guard is replaced by a copy with two devices
 
 import ctypes
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _PRIVATE_USE_1 = 20  # c10::DeviceType
 # Not threading.local: it forgets a thread of autograd between two calls.
 _current: dict[int, int] = {}
-_previous: dict[int, int] = {}  # before the latest exchange
 _keep: list[Any] = []
 _errors: list[BaseException] = []
 
@@ -107,15 +107,11 @@ def _pack(index: int) -> int:
 
 
 def _exchange(_: int, device: int) -> int:
-    previous = _previous[threading.get_ident()] = current_index()
-    _select(_, device)
+    previous = current_index()
+    # Without a frame it is autograd, which enters each node's stream. Torch's guard has them on 0.
+    if sys._getframe().f_back is not None:
+        _select(_, device)
     return _pack(previous)
-
-
-def _exchange_stream(*_: int) -> int:
-    """Stay on the device: autograd enters each node's stream, and torch's guard has them on 0."""
-    set_current_index(_previous.pop(threading.get_ident(), current_index()))
-    return 0
 
 
 def _select(_: int, device: int) -> None:
@@ -127,7 +123,6 @@ def _select(_: int, device: int) -> None:
 _METHODS = {
     "exchangeDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS, _DEVICE)(_exchange),
     "getDevice": ctypes.CFUNCTYPE(_DEVICE, _THIS)(lambda _: _pack(current_index())),
-    "exchangeStream": ctypes.CFUNCTYPE(_THIS, _THIS, _THIS, _THIS)(_exchange_stream),
     "setDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
     "uncheckedSetDevice": ctypes.CFUNCTYPE(None, _THIS, _DEVICE)(_select),
     "deviceCount": ctypes.CFUNCTYPE(ctypes.c_int8, _THIS)(lambda _: COUNT),

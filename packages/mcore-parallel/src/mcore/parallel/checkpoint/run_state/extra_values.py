@@ -88,8 +88,8 @@ def _split_tensors(name: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]
     found: list[tuple[str, torch.Tensor]] = []
     map_tensors(value, name, lambda key, one: found.append((key, one)))
     tensors = dict(found)
-    is_small = sum(one.nbytes for one in tensors.values()) < _LARGE_BYTES
-    if is_small or len(tensors) < len(found) or any(map(data_problem, tensors.values())):
+    is_plain = len(tensors) == len(found) and not any(map(data_problem, tensors.values()))
+    if not is_plain or sum(one.nbytes for one in tensors.values()) < _LARGE_BYTES:
         return value, {}
     return map_tensors(value, name, lambda _, one: torch.empty_like(one, device="meta")), tensors
 
