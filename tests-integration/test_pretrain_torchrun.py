@@ -118,6 +118,27 @@ def test_a_restart_by_torchrun_does_not_reset_the_text_a_second_time(tmp_path: P
     assert done.stderr.count(said) == 1
 
 
+ASK = """
+import sys
+from pathlib import Path
+from pretrain.cli.claim import is_of_this_launcher
+Path("after").touch()
+print(*(is_of_this_launcher(Path(), name) for name in ("before", "after")))
+"""
+
+
+def test_a_file_written_just_before_the_launcher_is_not_of_it(tmp_path: Path) -> None:
+    (tmp_path / "before").touch()
+    time.sleep(0.05)
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ASK!r}])"
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "a-run", "PYTHONPATH": str(TOOLS)}
+    done = subprocess.run(
+        [sys.executable, "-c", launcher], cwd=tmp_path, timeout=300, env=env,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False True\n"
+
+
 def meet_again() -> float:
     """Join beside what an earlier start left, as a rank whose node has counted otherwise."""
     number = int(os.environ["RANK"])

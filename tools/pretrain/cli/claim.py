@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -96,11 +95,12 @@ def is_of_this_launcher(folder: Path, name: str = LOCK_NAME) -> bool:
         return False
     try:
         ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-        [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
         written = (folder / name).stat().st_mtime
     except (OSError, ValueError):
         return False
-    return written > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
+    # The btime of /proc/stat drops the part of a second: too early by up to one.
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return written > booted + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _describe_owner(owner: bytes) -> str:
