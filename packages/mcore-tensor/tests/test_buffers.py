@@ -257,6 +257,12 @@ def test_fake_tensors_are_never_kept(device):
     assert again.data_ptr() == real.data_ptr()
 
 
+def test_a_fake_tensor_is_on_the_device_asked_for():
+    with FakeTensorMode():
+        fake = GlobalMemoryBuffer().get_tensor((2,), torch.float32, "x", device="cuda:3")
+    assert fake.device == torch.device("cuda:3")  # no such device is needed
+
+
 def test_meta_tensors_are_never_kept():
     buffers = GlobalMemoryBuffer()
     with torch.device("meta"):

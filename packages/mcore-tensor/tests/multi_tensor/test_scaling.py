@@ -49,6 +49,7 @@ TABLE = [
     ("checked copy that overflows", floats([1e6]), 1.0, torch.half, [math.inf], 0),
     ("no zero to inf", floats([0.0]), math.inf, torch.float32, [math.nan], 0),
     ("a factor beyond float32", floats([1.0]), 1e39, torch.float32, [math.inf], 0),
+    ("a factor below float32", floats([1.0]), -1e39, torch.float32, [-math.inf], 0),
     ("a factor beyond float32, wide", floats([1.0]), 1e39, torch.float64, [1e39], 0),
     ("float64 keeps the factor", floats([1.0], torch.double), 0.1, torch.float64, [0.1], 0),
     ("float64 nan", floats([math.nan, 1], torch.double), 0.5, torch.half, [math.nan, 0.5], 1),
