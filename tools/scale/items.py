@@ -110,7 +110,9 @@ def manifest(meter: Meter) -> None:
     data, planner = torch.empty(_ROWS, _WIDTH), ShardedLoadPlanner()
     target = {"layer.0": ShardedTensor.from_rank_offsets("layer.0", data, (0, 3, meter.ranks))}
     with meter.role("common, plan of a load"):
-        reader = CheckedReader(place_of("."), index, {"layer.0": index.keys["layer.0"]}, False)
+        planner.take(target)
+        stored = manifests.key_with_boxes(index.keys, "layer.0", planner.boxes["layer.0"])
+        reader = CheckedReader(place_of("."), index, {"layer.0": stored}, False)
         planner.set_up_planner(target, reader.metadata, False)
         _require(len(planner.create_local_plan().items) == 1, "a rank reads one piece of a key")
 

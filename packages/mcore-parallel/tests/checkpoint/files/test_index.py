@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import json
 import pathlib
 import pickle
 import pickletools
+import random
 import re
 import struct
 import sys
@@ -35,6 +37,13 @@ from mcore.parallel.checkpoint.files.index import (
     nested_paths,
     parse_index,
     read_index,
+)
+from mcore.parallel.checkpoint.files.manifest import (
+    Piece,
+    StoredKey,
+    decode_manifest,
+    encode_manifest,
+    key_with_boxes,
 )
 
 WATCHED = (
@@ -454,3 +463,40 @@ def test_a_small_index_of_one_shard_is_read(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").touch()
     assert is_complete_checkpoint(tmp_path)
     assert list(read_index(tmp_path).keys) == ["k0", "k1", "k2"]
+
+
+@pytest.mark.parametrize("far", [0, 1 << 40], ids=["narrow numbers", "wide numbers"])
+def test_a_load_looks_only_at_the_pieces_that_it_reads(far: int) -> None:
+    generator = random.Random(0)
+    pieces = [
+        Piece(
+            "a",
+            64 * at,
+            64,
+            64,
+            f"{at:016x}",
+            0,
+            (far + generator.randrange(9), generator.randrange(9)),
+            (generator.randrange(4), generator.randrange(4)),
+        )
+        for at in range(200)
+    ]
+    named = [("k" if at % 3 else "other", piece) for at, piece in enumerate(pieces)]
+    by_name = {name: [one for key, one in named if key == name] for name in ("k", "other")}
+    keys = {name: StoredKey(torch.int8, (far + 20, 20), found) for name, found in by_name.items()}
+    raw = encode_manifest(keys, {"a": named}, {})
+    table = decode_manifest(Path("manifest.json"), raw).keys
+    boxes = [((far + 2, 3), (2, 1)), ((far + 7, 0), (1, 20))]
+    found = key_with_boxes(table, "k", boxes)
+
+    def elements(offset: tuple[int, ...], shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+        axes = zip(offset, shape, strict=True)
+        return set(itertools.product(*(range(start, start + size) for start, size in axes)))
+
+    wanted = set().union(*(elements(*box) for box in boxes))
+    expected = [one for one in by_name["k"] if elements(one.start, one.shape) & wanted]
+    assert 0 < len(expected) < len(by_name["k"])
+    # A piece without elements may be there too: it adds nothing.
+    assert [one for one in found.pieces if elements(one.start, one.shape)] == expected
+    assert key_with_boxes(table, "k", None) == table["k"]
+    assert key_with_boxes(table, "k", [((0,), (1,))]) == table["k"]  # refused later, by name

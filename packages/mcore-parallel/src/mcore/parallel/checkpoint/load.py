@@ -27,7 +27,7 @@ from mcore.parallel.checkpoint.files.index import (
     read_index_file,
     whole_file_problems,
 )
-from mcore.parallel.checkpoint.files.manifest import Index
+from mcore.parallel.checkpoint.files.manifest import Index, key_with_boxes
 from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
 from mcore.parallel.checkpoint.selection import Choices, LoadReport, Rename, Selection
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -207,7 +207,11 @@ def load_opened(
         is_megatron = not index.has_checksums and (directory / _MEGATRON_FILE).is_file()
         planner.has_listed_objects = is_megatron
         wanted = planner.take(sd, selection, index.keys)
-        keys = {name: index.keys[name] for name in wanted if name in index.keys}
+        keys = {
+            name: key_with_boxes(index.keys, name, planner.boxes.get(name))
+            for name in wanted
+            if name in index.keys
+        }
         reader = CheckedReader(directory, index, keys, options.verify)
         planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
         plan = planner.create_local_plan()

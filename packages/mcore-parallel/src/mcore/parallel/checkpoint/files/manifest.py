@@ -56,6 +56,10 @@ class Piece(NamedTuple):
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
 
 
+Box = tuple[Shape, Shape]
+"""The offset and the shape of a part of a tensor."""
+
+
 class StoredKey(NamedTuple):
     """A tensor or an object of a checkpoint."""
 
@@ -304,6 +308,10 @@ class KeyTable(Mapping[str, StoredKey]):
         return isinstance(name, str) and self._find_number(name) is not None
 
     def __getitem__(self, name: str) -> StoredKey:
+        return self.build_key(name)
+
+    def build_key(self, name: str, boxes: Sequence[Box] | None = None) -> StoredKey:
+        """Return a key. With ``boxes`` it has only pieces that share elements with one of them."""
         key = self._find_number(name)
         if key is None:
             raise KeyError(name)
@@ -311,6 +319,8 @@ class KeyTable(Mapping[str, StoredKey]):
         shape = tuple(self._shapes[begin : begin + self._axes[key]])
         dtype = self._kinds[self._dtypes[key]]
         numbers = self._order[self._first[key] : self._first[key + 1]]
+        if boxes is not None and {len(start) for start, _ in boxes} <= {len(shape)}:
+            numbers = self._choose_inside(numbers, len(shape), boxes)
         pieces = tuple(self._build_piece(number, len(shape)) for number in numbers)
         stored = StoredKey(dtype, shape, pieces)
         if not _is_consistent(stored):
@@ -324,6 +334,25 @@ class KeyTable(Mapping[str, StoredKey]):
     def _find_number(self, name: str) -> int | None:
         place = bisect_left(self._names, name)
         return place if self._names[place : place + 1] == [name] else None
+
+    def _choose_inside(self, numbers: array[int], axes: int, boxes: Sequence[Box]) -> array[int]:
+        """Return the numbers of the pieces in boxes. Objects of all pieces need a second."""
+        if not numbers or not axes:
+            return numbers
+        wide, narrow = torch.int64, torch.int32
+        order = torch.frombuffer(numbers, dtype=narrow)
+        column = torch.frombuffer(
+            self._boxes, dtype=wide if self._boxes.typecode == "q" else narrow
+        )
+        first = torch.frombuffer(self._box_at, dtype=wide)[order.to(wide)]
+        rows = column[first[:, None] + torch.arange(2 * axes, device="cpu")].to(wide)
+        starts, ends = rows[:, :axes], rows[:, :axes] + rows[:, axes:]
+        is_inside_one = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+        for start, shape in boxes:
+            begin = torch.tensor(start, dtype=wide, device="cpu")
+            end = begin + torch.tensor(shape, dtype=wide, device="cpu")
+            is_inside_one |= ((starts < end) & (ends > begin)).all(1)
+        return array("i", order[is_inside_one].tolist())
 
     def _build_piece(self, number: int, axes: int) -> Piece:
         _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
@@ -340,6 +369,13 @@ class KeyTable(Mapping[str, StoredKey]):
             tuple(self._boxes[box : box + axes]),
             tuple(self._boxes[box + axes : box + 2 * axes]),
         )
+
+
+def key_with_boxes(
+    keys: Mapping[str, StoredKey], name: str, boxes: Sequence[Box] | None
+) -> StoredKey:
+    """Return a key of an index. Pieces outside of the boxes may be missing."""
+    return keys.build_key(name, boxes) if isinstance(keys, KeyTable) else keys[name]
 
 
 def _extend(column: array[int], values: list[int]) -> array[int]:

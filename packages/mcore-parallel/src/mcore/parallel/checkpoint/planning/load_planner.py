@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from mcore.parallel.checkpoint import state_tree
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.manifest import Box
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.planning.validation import Box, have_shared_elements
+from mcore.parallel.checkpoint.planning.validation import have_shared_elements
 from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.shortened import titled_list
@@ -81,6 +82,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._entries = state_tree.Entries([], [], {}, [])
         self._kinds: dict[str, type[ShardedObject]] = {}
         self.wanted: frozenset[str] = frozenset()
+        self.boxes: dict[str, list[Box]] = {}  # of the tensors to fill, by key
         self._metadata = dcp.Metadata({})
         self._start_over()
 
@@ -102,9 +104,13 @@ class ShardedLoadPlanner(LoadPlanner):
         self._state_dict, self._entries = state_dict, state_tree.flatten_state_dict(state_dict)
         if selection is not None:
             self._entries = selection.choose(self._entries, keys)
-        tensors = {shard.key for _, shard in self._entries.tensors}
+        self.boxes = {}
+        for _, shard in self._entries.tensors:
+            self.boxes.setdefault(shard.key, []).append((shard.global_offset, shard.shard_shape))
         self._kinds = {obj.unique_key: type(obj) for _, obj in self._entries.objects}
-        self.wanted = frozenset(tensors | self._kinds.keys() | self._entries.common.keys())
+        self.wanted = frozenset(
+            self.boxes.keys() | self._kinds.keys() | self._entries.common.keys()
+        )
         return self.wanted
 
     def set_up_planner(

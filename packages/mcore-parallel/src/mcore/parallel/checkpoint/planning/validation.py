@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.manifest import is_inside
+from mcore.parallel.checkpoint.files.manifest import Box, is_inside
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
@@ -64,7 +64,6 @@ class ShardRecord(NamedTuple):
 
 _FIELDS, _TEXTS, _SHAPES = 8, (0, 1, 3), (4, 5, 6)  # of a record: number, and places by type
 RankedRecord = tuple[int, ShardRecord]
-Box = tuple[Shape, Shape]  # offset and shape
 
 
 def describe_shards(
