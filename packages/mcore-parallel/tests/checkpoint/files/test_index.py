@@ -500,3 +500,15 @@ def test_a_load_looks_only_at_the_pieces_that_it_reads(far: int) -> None:
     assert [one for one in found.pieces if elements(one.start, one.shape)] == expected
     assert key_with_boxes(table, "k", None) == table["k"]
     assert key_with_boxes(table, "k", [((0,), (1,))]) == table["k"]  # refused later, by name
+    with torch.device("meta"):
+        assert key_with_boxes(table, "k", boxes) == found
+
+
+def test_a_load_refuses_a_piece_outside_of_its_tensor_where_it_reads_others() -> None:
+    places = [*range(199), 201]
+    named = [("k", Piece("a", 64 * at, 64, 64, "0" * 16, 0, (at,), (1,))) for at in places]
+    named = [(key, one._replace(at=64 * at)) for at, (key, one) in enumerate(named)]
+    keys = {"k": StoredKey(torch.int8, (200,), [piece for _, piece in named])}
+    table = decode_manifest(Path("manifest.json"), encode_manifest(keys, {"a": named}, {})).keys
+    with pytest.raises(CheckpointingException, match="'k': its pieces do not fit"):
+        key_with_boxes(table, "k", [((0,), (4,))])

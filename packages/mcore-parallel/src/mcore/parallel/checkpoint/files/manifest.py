@@ -39,6 +39,7 @@ _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
 _ROWS = 4096  # per line: json makes objects of a whole line, which bounds the memory
+_FEW = 64  # pieces whose objects cost less than a choice among them
 _LAST = chr(0x10FFFF)  # sorts after every file name
 
 
@@ -311,7 +312,7 @@ class KeyTable(Mapping[str, StoredKey]):
         return self.build_key(name)
 
     def build_key(self, name: str, boxes: Sequence[Box] | None = None) -> StoredKey:
-        """Return a key. With ``boxes`` it has only pieces that share elements with one of them."""
+        """Return a key. With ``boxes`` it may lack the pieces that share no element with them."""
         key = self._find_number(name)
         if key is None:
             raise KeyError(name)
@@ -319,8 +320,8 @@ class KeyTable(Mapping[str, StoredKey]):
         shape = tuple(self._shapes[begin : begin + self._axes[key]])
         dtype = self._kinds[self._dtypes[key]]
         numbers = self._order[self._first[key] : self._first[key + 1]]
-        if boxes is not None and {len(start) for start, _ in boxes} <= {len(shape)}:
-            numbers = self._choose_inside(numbers, len(shape), boxes)
+        if boxes is not None and len(numbers) > _FEW:
+            numbers = self._choose_inside(numbers, shape, boxes)
         pieces = tuple(self._build_piece(number, len(shape)) for number in numbers)
         stored = StoredKey(dtype, shape, pieces)
         if not _is_consistent(stored):
@@ -335,24 +336,24 @@ class KeyTable(Mapping[str, StoredKey]):
         place = bisect_left(self._names, name)
         return place if self._names[place : place + 1] == [name] else None
 
-    def _choose_inside(self, numbers: array[int], axes: int, boxes: Sequence[Box]) -> array[int]:
-        """Return the numbers of the pieces in boxes. Objects of all pieces need a second."""
-        if not numbers or not axes:
+    def _choose_inside(self, numbers: array[int], whole: Shape, boxes: Sequence[Box]) -> array[int]:
+        """Return the numbers of the pieces in boxes, or all if one does not fit its tensor."""
+        axes, wide = len(whole), torch.int64
+        if not axes or {len(start) for start, _ in boxes} != {axes}:
             return numbers
-        wide, narrow = torch.int64, torch.int32
-        order = torch.frombuffer(numbers, dtype=narrow)
-        column = torch.frombuffer(
-            self._boxes, dtype=wide if self._boxes.typecode == "q" else narrow
-        )
+        order = torch.frombuffer(numbers, dtype=torch.int32)
+        stored = torch.int32 if self._boxes.typecode == "i" else wide
+        column = torch.frombuffer(self._boxes, dtype=stored)
         first = torch.frombuffer(self._box_at, dtype=wide)[order.to(wide)]
         rows = column[first[:, None] + torch.arange(2 * axes, device="cpu")].to(wide)
         starts, ends = rows[:, :axes], rows[:, :axes] + rows[:, axes:]
-        is_inside_one = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+        if (rows < 0).any() or (ends > torch.tensor(whole, dtype=wide, device="cpu")).any():
+            return numbers
+        is_chosen = torch.zeros(len(order), dtype=torch.bool, device="cpu")
         for start, shape in boxes:
-            begin = torch.tensor(start, dtype=wide, device="cpu")
-            end = begin + torch.tensor(shape, dtype=wide, device="cpu")
-            is_inside_one |= ((starts < end) & (ends > begin)).all(1)
-        return array("i", order[is_inside_one].tolist())
+            begin, size = torch.tensor((start, shape), dtype=wide, device="cpu")
+            is_chosen |= ((starts < begin + size) & (ends > begin)).all(1)
+        return array("i", order[is_chosen].tolist())
 
     def _build_piece(self, number: int, axes: int) -> Piece:
         _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
