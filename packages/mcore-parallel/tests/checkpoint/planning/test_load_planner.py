@@ -11,6 +11,7 @@ import torch
 
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    ShardedTensor,
     load_sharded_state_dict,
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
@@ -174,3 +175,40 @@ def test_ranks_that_treat_unexpected_keys_differently_still_agree(tmp_path: Path
     first, second = run_ranks(load_with_choices_of_two, 2, str(tmp_path / "a"))
     assert first == second
     assert "rank 1: some keys of the checkpoint are in no rank's state dict" in first
+
+
+def cut(whole: torch.Tensor, rows: int, columns: int) -> dict[str, ShardedTensor]:
+    """The shards of a tensor on a grid."""
+    height, width = whole.shape[0] // rows, whole.shape[1] // columns
+    return {
+        f"{row}.{column}": ShardedTensor.from_rank_offsets(
+            "w",
+            whole[row * height :, column * width :][:height, :width].clone(),
+            (0, row, rows),
+            (1, column, columns),
+        )
+        for row in range(rows)
+        for column in range(columns)
+    }
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (4, 5), (100, 1), (25, 30)])
+def test_a_key_of_150_pieces_is_loaded_into_other_pieces(
+    grid: tuple[int, int], tmp_path: Path
+) -> None:
+    whole = torch.arange(3000.0).view(100, 30)
+    save_sharded_state_dict(cut(whole, 50, 3), tmp_path / "a")
+    loaded = load_sharded_state_dict(cut(torch.zeros_like(whole), *grid), tmp_path / "a")
+    expected = {name: shard.data for name, shard in cut(whole, *grid).items()}
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+
+
+def test_one_shard_of_many_pieces_and_one_beyond_them(tmp_path: Path) -> None:
+    whole = torch.arange(3000.0).view(100, 30)
+    save_sharded_state_dict(cut(whole, 50, 3), tmp_path / "a")
+    middle = ShardedTensor.from_rank_offsets("w", torch.zeros(20, 6), (0, 2, 5), (1, 3, 5))
+    loaded = load_sharded_state_dict({"w": middle}, tmp_path / "a")
+    assert torch.equal(loaded["w"], whole[40:60, 18:24])
+    rest = torch.ones(100, 30)
+    beyond = ShardedTensor.from_rank_offsets("w", rest, (0, 1, 2), allow_shape_mismatch=True)
+    assert not load_sharded_state_dict({"w": beyond}, tmp_path / "a")["w"].any()
