@@ -33,20 +33,27 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
     for package in workspace.distributions.values():
-        yield from _describe_requirements(package)
+        yield from _describe_requirements(workspace, package)
         yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
     yield from _describe_suite(workspace.root, workspace.root, "tools/*/tests", "tests-integration")
 
 
-def _describe_requirements(package: Distribution) -> Iterator[str]:
-    """Requirements that users could not upgrade, or that allow versions that never worked."""
+def _describe_requirements(workspace: Workspace, package: Distribution) -> Iterator[str]:
+    """Requirements that users could not upgrade, or that allow versions that never worked.
+
+    A package may leave the floor to a sibling that it requires: a new floor is one change then.
+    """
+    siblings = [workspace[name] for name in workspace.closure(package.name)]
+    inherited = {
+        one.name for each in siblings for one in each.dependencies if ">=" in str(one.specifier)
+    }
     for one in package.requirements:
         operators = {each.operator for each in one.specifier}
         if operators & {"==", "==="}:
             yield f"{package.name} pins {one}: users could not upgrade it; write a range"
-        elif ">=" not in operators:
+        elif ">=" not in operators and (operators or one.name not in inherited):
             yield f"{package.name} requires {one}, which has no floor: write >= and a version"
 
 

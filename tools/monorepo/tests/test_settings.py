@@ -83,6 +83,15 @@ def test_a_planted_fault_is_named(
     assert expected in "\n".join(_find(repository))
 
 
+def test_a_package_may_leave_the_floor_to_a_sibling(repository: SampleRepository) -> None:
+    repository.add_package("mcore-upper", needs=("torch", "mcore-tensor>=0.1,<0.2"))
+    assert _find(repository) == []
+    repository.replace(PYPROJECT, "torch>=2.11", "torch")
+    found = "\n".join(_find(repository))
+    assert "mcore-tensor requires torch, which has no floor" in found
+    assert "mcore-upper requires torch, which has no floor" in found
+
+
 def test_a_release_raises_the_number_of_tests(repository: SampleRepository) -> None:
     package = load_workspace(repository.root)["mcore-tensor"]
     assert raise_floor(package) == repository.read(PYPROJECT).replace("tests = 2", "tests = 3")
