@@ -30,7 +30,8 @@ def hold_memory(meter: Meter) -> None:
 def test_the_memory_is_that_of_one_role_in_a_separate_process() -> None:
     large, small = measure(hold_memory, [32, 1])
     assert large.peak_bytes > 100 << 20  # 32 Mi elements of 4 bytes
-    assert small.peak_bytes < 16 << 20
+    # Pages of torch's libraries count too: how many depends on the machine.
+    assert small.peak_bytes < large.peak_bytes / 2
     assert large[1::3] == ("busiest", 7)
 
 

@@ -39,6 +39,7 @@ SAMPLE = 24  # trials in the tests
 SAVED, REFUSED = 0, 3
 RETRIED = ("openat", "write", "fsync")  # Python repeats them after a signal
 _LINE = re.compile(r"(?:\[pid +\d+\] )?(\w+)\((.*)")
+_DISTURBED = re.compile(r"\(INJECTED\)|killed by SIGKILL")
 _ANY_TRACER = (0x59616D61, ctypes.c_ulong(-1))  # prctl: Ubuntu's kernels allow only parents
 
 
@@ -134,6 +135,11 @@ def try_faults(folder: str, most: int | None) -> dict[str, int]:
         inject = f"inject={call.name}:{what}:when={call.count}"
         code = save_under_strace(root, log, "-e", f"trace={call.name}", "-e", inject)
         assert code in (SAVED, REFUSED, -signal.SIGKILL), (call, fault, code)
+        if not _DISTURBED.search(log.read_text()):
+            # The interpreter made fewer calls than in the listed save, so the fault never came.
+            assert (code, check_what_is_left(root)) == (SAVED, True), (call, fault, code)
+            found["undisturbed"] += 1
+            continue
         assert (code == -signal.SIGKILL) == (fault == "kill"), (call, fault, code)
         if fault == "EINTR" and call.name in RETRIED:
             assert code == SAVED, (call, code)
@@ -154,7 +160,8 @@ def pick_trials(calls: Sequence[Call], most: int | None) -> list[tuple[Call, str
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace, the Debian package")
 def test_a_save_that_fails_at_a_system_call_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     [found] = run_ranks(try_faults, 1, str(tmp_path), SAMPLE, init=None)
-    assert found["trials"] == SAMPLE
+    assert found["trials"] + found.get("undisturbed", 0) == SAMPLE
+    assert found.get("undisturbed", 0) < SAMPLE / 4
     assert found["calls"] > 20
     assert min(found["killed"], found["refused"], found["saved"]) > 0
 
