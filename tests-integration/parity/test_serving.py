@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_migrate.__main__ import main as migrate
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train_megatron.py"
 SERVED = ("-m", "mcore_megatron", "--report")
