@@ -109,7 +109,9 @@ def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
 @pytest.mark.parametrize("layout", ["one", "bf16", "dp", "tp", "cp", "packed", "fsdp"])
 def test_the_host_waits_only_in_steps_with_a_console_line(layout: str, tmp_path: Path) -> None:
     more = {"train_iters": 6, "log_interval": 3, "straggler": True, "tensorboard": True}
-    settings = Settings(**{**STEPS, **LAYOUTS[layout], **more, "check_replicas_interval": 3})
+    same = dict.fromkeys(("check_replicas_interval", "save_interval", "eval_interval"), 3)
+    # The thread of a background save waits while the training does not.
+    settings = Settings(**{**STEPS, **LAYOUTS[layout], **more, **same, "async_save": False})
     for seen in run_ranks(
         train_without_waits, settings.world_size, settings, str(tmp_path),
         init="standin:standin_nccl", timeout_s=600,
