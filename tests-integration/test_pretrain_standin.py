@@ -84,8 +84,7 @@ def test_a_resumed_run_continues_as_one_without_a_break(tmp_path: Path) -> None:
 
 
 def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
-    """Train on the stand-in, whose host must not wait from the start of a step without a console
-    line until the next.
+    """Train on the stand-in. A wait from a step without a console line to the next step raises.
 
     Returns the number of steps that were logged when each of them had started.
     """
@@ -199,10 +198,10 @@ def test_skipped_steps_and_ends_are_those_of_the_cpu(layout: str, tmp_path: Path
         for metric in ("lm loss", "learning-rate", "skipped-train-samples", "samples vs steps"):
             assert ours.get(metric) == cpu.get(metric), (name, metric)
         assert ours["step-time"].keys() == cpu["step-time"].keys() == cpu["lm loss"].keys()
-        saved, expected = ({one.name: one for one in run.glob("checkpoints/*")} for run in runs)
-        assert saved.keys() == expected.keys(), name
+        theirs, saved = ({one.name: one for one in run.glob("checkpoints/*")} for run in runs)
+        assert saved.keys() == theirs.keys(), name
         for step in saved:
-            found, wanted = load_all(saved[step]), load_all(expected[step])
+            found, wanted = load_all(saved[step]), load_all(theirs[step])
             assert found.keys() == wanted.keys()
             for key, value in wanted.items():
                 same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
