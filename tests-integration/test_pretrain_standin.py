@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import operator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from layouts.reference import PlainGPT, train_plain
+from mcore.tensor import current_device
 from pretrain.corpus import load_corpus
+from pretrain.optim import fully_sharded, main_weights
+from pretrain.optim.adamw import clip_to_norm
+from pretrain.run import loop
+from pretrain.run.loop import DivergedError, Loop, StoppedBySignal
+from pretrain.run.training import train
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain_runs import SMALL, curve_of, losses_of, train_on_ranks
+from pretrain_runs import SMALL, curve_of, curves_of, losses_of, train_here, train_on_ranks
+from rank_testing import run_ranks
+from standin import no_host_waits
 from standin.guard import find_problem
 
 pytestmark = pytest.mark.skipif(
@@ -65,3 +81,128 @@ def test_a_resumed_run_continues_as_one_without_a_break(tmp_path: Path) -> None:
     train_on_ranks(halved, tmp_path / "broken", kind="standin")
     train_on_ranks(settings, tmp_path / "broken", kind="standin", resume=True)
     assert losses_of(tmp_path / "broken") == losses_of(tmp_path / "whole")
+
+
+def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
+    """Train on the stand-in. A wait from a step without a console line to the next step raises.
+
+    Returns the number of steps that were logged when each of them had started.
+    """
+    run_step, free, seen = Loop._run_step, ExitStack(), []
+
+    def watched(job: Loop) -> int:
+        free.close()
+        step = job.progress.step + len(job.started) + 1
+        if step == job.last_step or step % settings.log_interval == 0:
+            return run_step(job)
+        free.enter_context(no_host_waits())
+        found = run_step(job)
+        seen.append(job.progress.step)
+        return found
+
+    with mock.patch.object(Loop, "_run_step", watched):
+        train_here(settings, run_dir, kind="standin")
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["one", "bf16", "dp", "tp", "cp", "packed", "fsdp"])
+def test_the_host_waits_only_in_steps_with_a_console_line(layout: str, tmp_path: Path) -> None:
+    more = {"train_iters": 6, "log_interval": 3, "straggler": True, "tensorboard": True}
+    same = dict.fromkeys(("check_replicas_interval", "save_interval", "eval_interval"), 3)
+    # The thread of a background save waits while the training does not.
+    settings = Settings(**{**STEPS, **LAYOUTS[layout], **more, **same, "async_save": False})
+    for seen in run_ranks(
+        train_without_waits, settings.world_size, settings, str(tmp_path),
+        init="standin:standin_nccl", timeout_s=600,
+    ):  # fmt: skip
+        assert seen == [0, 1, 3, 4]  # one step late
+    assert len(losses_of(tmp_path)) == 6
+
+
+# Settings, steps with an infinite gradient, the step at which a signal comes, and the end.
+ENDS: dict[str, tuple[dict[str, Any], set[int], int, str]] = {
+    "two steps skipped": ({"save_interval": 2}, {4, 5}, 0, ""),
+    "seen late": ({"save_interval": 2, "max_skipped": 2}, {4, 5}, 0, "2 steps in a row, to step 5"),
+    "last step": ({"train_iters": 4}, {4}, 0, "of step 4 were not"),
+    "stopped": ({"train_iters": 9}, {4}, 5, "143"),
+    "stopped in a bad step": ({"train_iters": 9}, {5}, 5, "143"),
+}
+
+
+def train_to_each_end(settings: Settings, run_dir: str, kind: str) -> list[str]:
+    """Train as one rank for each of the ends. Returns the errors."""
+    device = torch.device(kind) if kind == "cpu" else current_device()
+    return [
+        train_with_bad_steps(
+            dataclasses.replace(settings, **changes), Path(run_dir, name), device, bad, signal_at
+        )
+        for name, (changes, bad, signal_at, _) in ENDS.items()
+    ]
+
+
+def train_with_bad_steps(
+    settings: Settings, path: Path, device: torch.device, bad: set[int], signal_at: int
+) -> str:
+    clip, started = clip_to_norm, 0
+
+    def spoil(gradients: Any, limit: float, **groups: Any) -> torch.Tensor:
+        nonlocal started
+        started += 1
+        if started in bad:
+            gradients[0][1].fill_(math.inf)
+        return clip(gradients, limit, **groups)
+
+    path.mkdir(parents=True, exist_ok=True)
+    with (
+        mock.patch.object(main_weights, "clip_to_norm", spoil),
+        mock.patch.object(fully_sharded, "clip_to_norm", spoil),
+        mock.patch.object(Loop, "_draw"),
+        mock.patch.object(loop, "_CHECK_EVERY_S", 0.0),  # the ranks agree after each step
+    ):
+        try:
+            train(
+                settings, RunFolder(path), device, resume=None,
+                signal=lambda: 15 if 0 < signal_at <= started else 0,
+            )  # fmt: skip
+        except (DivergedError, StoppedBySignal) as error:
+            return str(error)
+    return ""
+
+
+def load_all(checkpoint: Path) -> dict[str, Any]:
+    """All entries of a checkpoint but the random streams, which each device has of its kind."""
+    entries = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype) if hasattr(one, "size") else None
+        for name, one in entries.items()
+        if not name.startswith("random_streams")
+    }
+    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("layout", ["one", "tp", "fsdp"])
+def test_skipped_steps_and_ends_are_those_of_the_cpu(layout: str, tmp_path: Path) -> None:
+    settings = Settings(**{**STEPS, **LAYOUTS[layout], "train_iters": 6, "log_interval": 3})
+    for kind, init in (("cpu", "gloo"), ("standin", "standin:standin_nccl")):
+        for errors in run_ranks(
+            train_to_each_end, settings.world_size, settings, str(tmp_path / kind), kind,
+            init=init, timeout_s=600,
+        ):  # fmt: skip
+            for error, (*_, expected) in zip(errors, ENDS.values(), strict=True):
+                assert expected in error
+                assert bool(error) == bool(expected)
+    for name in ENDS:
+        runs = [tmp_path / kind / name for kind in ("cpu", "standin")]
+        cpu, ours = ({**curves_of(run)} for run in runs)
+        for metric in ("lm loss", "learning-rate", "skipped-train-samples", "samples vs steps"):
+            assert ours.get(metric) == cpu.get(metric), (name, metric)
+        assert ours["step-time"].keys() == cpu["step-time"].keys() == cpu["lm loss"].keys()
+        theirs, saved = ({one.name: one for one in run.glob("checkpoints/*")} for run in runs)
+        assert saved.keys() == theirs.keys(), name
+        for step in saved:
+            found, wanted = load_all(saved[step]), load_all(theirs[step])
+            assert found.keys() == wanted.keys()
+            for key, value in wanted.items():
+                same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+                assert same(found[key], value), (name, step, key)

@@ -17,6 +17,7 @@ from pretrain.model.configuration import ModelConfig
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
 from pretrain.model.rotary import split_rotated
 from pretrain.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from pretrain.packing import copy_without_wait
 
 
 def causal_mask(
@@ -32,7 +33,7 @@ def causal_mask(
         return None
     seq_length = positions.numel() * cp_size
     keys = torch.cat([cp_zigzag_index(seq_length, cp_size, rank) for rank in range(cp_size)])
-    return positions[:, None] >= keys.to(positions.device)[None, :]
+    return positions[:, None] >= copy_without_wait(keys, positions.device)[None, :]
 
 
 class SelfAttention(MegatronModule):

@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, trainin
 from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.model.stages import chunks_of
 from pretrain.run.saving import Saver, attempt, check_replicas
-from pretrain.run.steps import Steps
+from pretrain.run.steps import HostCopy, Steps
 from pretrain.run_folder import RunFolder
 from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
 from pretrain.watch.mlflow_run import JobRun
@@ -29,6 +31,7 @@ from pretrain.watch.summary import Summary, describe_graphs, draw_run
 _CHECK_EVERY_S = 0.25
 _MOST_STEPS = 1000
 _TROUBLE = 1000  # added to an errno, so it is larger than any signal
+_INTERVALS = ("log_interval", "eval_interval", "save_interval", "check_replicas_interval")
 
 
 class StoppedBySignal(SystemExit):
@@ -50,8 +53,10 @@ class StopAgreement:
     rank that stopped without this agreement would leave the others in a collective.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
+        # A collective on a device would wait for the steps that the device still has to do.
+        is_cpu = device.type == "cpu"
+        self._group = None if is_cpu else dist.new_group(timeout=timeout, backend="gloo")
         self._left = self._interval = 1
         self._began = time.perf_counter()
 
@@ -71,14 +76,19 @@ class StopAgreement:
         return self._reduce_max(asked())[0]
 
     def _reduce_max(self, *facts: int) -> list[int]:
-        largest = torch.tensor(facts, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        largest = torch.tensor(facts)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return [int(fact) for fact in largest.tolist()]
 
 
 @dataclasses.dataclass(eq=False)
 class Loop:
-    """Steps, logs, validation and checkpoints in order; all ranks run it together."""
+    """Steps, logs, validation and checkpoints in order; all ranks run it together.
+
+    A device has up to two steps at once, so it never waits for the host: the host reads and logs a
+    step while the device does the next one. Before a console line, a validation, a check, a save or
+    an end, and after each step on a CPU, the host has read all steps.
+    """
 
     folder: RunFolder
     steps: Steps
@@ -91,15 +101,19 @@ class Loop:
     def __post_init__(self) -> None:
         self.settings = settings = self.steps.settings
         self.groups = self.steps.groups
-        self.stop = StopAgreement(self.steps.device)
+        self.stop = StopAgreement(self.steps.device, timedelta(seconds=settings.timeout_s))
+        # The log of each step asks all stages for their memory, and the trackers of experts and of
+        # a second token hold one step.
+        asks_device = settings.pp > 1 or settings.experts or settings.mtp
+        self.num_unread = 0 if self.steps.device.type == "cpu" or asks_device else 1
+        # Else the log would compare the learning rates of all ranks on the device.
+        self.log_groups = SimpleNamespace(dp=self.groups.dp) if self.num_unread else self.groups
+        self.started: list[tuple[float, float, HostCopy]] = []
         self.skipped_in_a_row = 0
         self.progress: TrainState = self.observed.train_state
         self.first_step = self.progress.step
-        self.last_step = settings.train_iters
-        if settings.eval_only:
-            self.last_step = 0
-        elif settings.exit_after:
-            self.last_step = min(self.last_step, self.first_step + settings.exit_after)
+        end = self.first_step + (settings.exit_after or settings.train_iters)
+        self.last_step = 0 if settings.eval_only else min(end, settings.train_iters)
         self.summary = Summary(self.folder, settings, first_step=self.first_step)
         self.flops_per_step = training_flops(settings)
         self.totals: dict[str, Any] = {}
@@ -140,23 +154,23 @@ class Loop:
             print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
 
     def _train(self) -> None:
-        last = self.last_step
         if self.settings.eval_only:
             self._validate()
         self.observed.timers("interval-time", log_level=0).start()
         with progress_bar(self.settings, self.first_step) as bar:
-            while self.progress.step < last:
-                self._run_step()
+            while self.progress.step + len(self.started) < self.last_step:
+                step = self._run_step()
                 bar.update()
-                step = self.progress.step
-                self.saver.poll()
+                if not self.started:
+                    self.saver.poll()
                 if _is_due(step, self.settings.check_replicas_interval):
                     check_replicas(self.steps.model, self.groups, step)
-                if step == last or _is_due(step, self.settings.eval_interval):
+                if step == self.last_step or _is_due(step, self.settings.eval_interval):
                     self._validate()
-                signal = self.stop.agreed(self._read_signal) if step < last else 0
+                signal = self.stop.agreed(self._read_signal) if step < self.last_step else 0
+                self._finish_steps(0 if signal else self.num_unread)
                 self._raise_trouble(signal)
-                if signal or step == last or _is_due(step, self.settings.save_interval):
+                if signal or step == self.last_step or _is_due(step, self.settings.save_interval):
                     self._save(step)
                 if signal:
                     raise StoppedBySignal(128 + signal)
@@ -211,28 +225,38 @@ class Loop:
             return _TROUBLE + (error.errno or errno.EIO)
         return self._read_signal()
 
-    def _run_step(self) -> None:
+    def _run_step(self) -> int:
+        """Start a step, log the steps that the host has to have read, and return its number."""
+        step, began = self.progress.step + len(self.started) + 1, time.perf_counter()
+        loss, norm, rate, _ = self.steps.train_step(step)
+        self.started.append((began, rate, HostCopy(torch.stack([loss, norm]))))
+        is_due = any(_is_due(step, getattr(self.settings, name)) for name in _INTERVALS)
+        self._finish_steps(0 if is_due or step == self.last_step else self.num_unread)
+        return step
+
+    def _finish_steps(self, num_unread: int) -> None:
+        """Count and log all started steps but the last ``num_unread``."""
+        while len(self.started) > num_unread:
+            self._finish_step(*self.started.pop(0))
+
+    def _finish_step(self, began: float, rate: float, numbers: HostCopy) -> None:
         progress = self.progress
-        self.summary.start_step()
-        loss, norm, rate, is_skipped = self.steps.train_step(progress.step + 1)
-        # The host waits here for the first time, when the device has the work of the whole step.
-        skipped = bool(is_skipped)
-        self.summary.end_step()
+        loss, norm = numbers.read()
+        skipped = not norm.isfinite()
+        self.summary.end_step(began)
         progress.step += 1
         progress.consumed_train_samples += self.settings.global_batch_size
         progress.floating_point_operations_so_far += self.flops_per_step
-        if skipped:
-            progress.skipped_train_samples += self.settings.global_batch_size
+        progress.skipped_train_samples += skipped * self.settings.global_batch_size
         self.finished.append(time.time())
         del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
         with above_the_bar():
             self.report_memory = training_log(
                 {self.steps.objective.loss_name: loss}, self.totals, rate, None, 1.0,
-                self.report_memory, int(skipped),
-                norm,  # type: ignore[arg-type]  # any number, even a 0-d tensor
-                None, None, self.observed.cfg, self.observed, self.finished,
-                chunks_of(self.steps.model), pg_collection=self.groups,
-                loaded_iteration=self.first_step, seq_length=self.settings.seq_length,
+                self.report_memory, int(skipped), norm, None, None, self.observed.cfg,
+                self.observed, self.finished, chunks_of(self.steps.model),
+                pg_collection=self.log_groups, loaded_iteration=self.first_step,
+                seq_length=self.settings.seq_length,
             )  # fmt: skip
         self._log_job_metrics(loss, norm)
         self._count_skipped(skipped)
@@ -255,8 +279,7 @@ class Loop:
         self.summary.validation = loss
         if not is_writer():
             return
-        step = self.progress.step
-        objective = self.steps.objective
+        step, objective = self.progress.step, self.steps.objective
         self.observed.log_metrics({objective.validation_name: loss})
         line = f" validation loss at iteration {step} | {objective.loss_name} value: {loss:.6E} |"
         if objective.is_likelihood:

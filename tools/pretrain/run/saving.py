@@ -54,9 +54,8 @@ class Saver:
 
         Costs one all-reduce over all ranks while a save is running.
         """
-        if self._pending is None:
-            return
-        if logical_and_across_model_parallel_group(self._pending.done(), dist.group.WORLD):
+        pending, world = self._pending, dist.group.WORLD
+        if pending and logical_and_across_model_parallel_group(pending.done(), world):
             self.wait()
 
     def wait(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,24 @@ from pretrain.run.schedule import learning_rate_at
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain.windows import Batch
+
+
+class HostCopy:
+    """A copy of a small tensor to the host, which waits for it only in :meth:`read`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy, self._event = tensor, None
+        if tensor.device.type != "cpu":
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy = host.copy_(tensor, non_blocking=True)
+            self._event = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def read(self) -> torch.Tensor:
+        """Return the copy as soon as the device has made it."""
+        # Not synchronize(), which may keep a core busy that other threads need.
+        while self._event is not None and not self._event.query():
+            time.sleep(1e-4)
+        return self._copy
 
 
 @dataclasses.dataclass(eq=False)

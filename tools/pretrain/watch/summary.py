@@ -70,15 +70,16 @@ class Summary:
         self.validation: float | None = None
         self.num_skipped = 0  # of the last steps, because of gradients that were not finite
         self.graphs: str | None = None
-        self._step_began = 0.0
+        self._last_end = 0.0
 
-    def start_step(self) -> None:
-        """Call before each optimizer step."""
-        self._step_began = time.perf_counter()
+    def end_step(self, began: float) -> None:
+        """Call after each optimizer step, before logs, validation and checkpoints.
 
-    def end_step(self) -> None:
-        """Call after each optimizer step, before logs, validation and checkpoints."""
-        self.seconds.append(time.perf_counter() - self._step_began)
+        The step began then, or with the end of the step before, whose work the device did first.
+        """
+        now = time.perf_counter()
+        self.seconds.append(now - max(began, self._last_end))
+        self._last_end = now
 
     def lines(self, mlflow: JobRun | None, watch: StragglerWatch) -> list[str]:
         """The closing lines."""

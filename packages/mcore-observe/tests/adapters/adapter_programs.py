@@ -410,10 +410,21 @@ def pl_values_ranks(folder):
     return pl_values(folder, "ddp")
 
 
+def titan_processor(log_freq):
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.distributed import ParallelDims
+
+    sizes = dict.fromkeys(("dp_shard", "cp", "tp", "pp", "ep"), 1)
+    size = torch.distributed.get_world_size()
+    dims = ParallelDims(dp_replicate=size, world_size=size, **sizes)
+    processor = MetricsProcessor.Config(log_freq=log_freq).build(parallel_dims=dims)
+    processor.num_flops_per_token = 100
+    return processor
+
+
 def titan_log(folder):
     """Have a real processor log, twice; only what reads the memory of a GPU is replaced."""
     import torchtitan.components.metrics as metrics
-    from torchtitan.distributed import ParallelDims
 
     torch.distributed.init_process_group("gloo")
     metrics.build_device_memory_monitor = lambda: SimpleNamespace(
@@ -421,15 +432,11 @@ def titan_log(folder):
         get_peak_stats=lambda: metrics.DeviceMemStats(0, 0, 0, 0, 0, 0),
         reset_peak_stats=lambda: None,
     )
-    sizes = dict.fromkeys(("dp_shard", "cp", "tp", "pp", "ep"), 1)
-    size = torch.distributed.get_world_size()
-    dims = ParallelDims(dp_replicate=size, world_size=size, **sizes)
     model = torch.nn.Linear(4, 1)
     found = {}
     for first, last in ((1, 6), (5, 8)):  # the second continues from a checkpoint of step 4
         kept = Kept(folder / f"titan.{rank()}.status")
-        processor = metrics.MetricsProcessor.Config(log_freq=2).build(parallel_dims=dims)
-        processor.num_flops_per_token = 100
+        processor = titan_processor(2)
         processor.logger = for_torchtitan.ObserveLogger(
             folder / "titan", model=model, seq_length=16, sinks=[kept]
         )
@@ -462,6 +469,43 @@ def titan_log(folder):
             "consumed": processor.logger.run_log.train_state.consumed_train_samples,
         }
     return found | {"ranks": of_ranks()}
+
+
+def titan_device(folder):
+    """Two steps of a model on the CPU and on the stand-in, whose memory the processor measures.
+
+    torchtitan's trainer needs triton. Its processor has chosen a device when it was imported.
+    """
+    import torchtitan.components.metrics as metrics
+
+    import standin
+    from standin.guard import find_problem
+
+    if find_problem() is not None:
+        return {}
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    device, found = standin.switch_on(0), {}
+    metrics.device_type, metrics.device_module = device.type, torch.standin
+    for place in ("cpu", str(device)):
+        torch.manual_seed(0)
+        model, kept, losses = torch.nn.Linear(4, 1).to(place), MemorySink(), []
+        processor = titan_processor(1)
+        processor.logger = for_torchtitan.ObserveLogger(
+            folder / f"titan_{place}", model=model, sinks=[kept]
+        )
+        for step in (1, 2):
+            processor.ntokens_since_last_log += 64
+            processor.data_loading_times.append(0.001)
+            loss = model(torch.full((2, 4), 1.0 * step, device=place)).square().mean()
+            losses.append(loss.item())
+            processor.log(step, losses[-1], losses[-1], 1.0, {"n_tokens_seen": 64 * step})
+            processor.logger.log({"loss_metrics/global_avg_loss": loss, "tensor": loss}, step)
+        processor.logger.close()
+        assert [one["tensor"] for one in kept.steps.values()] == losses
+        found[place] = [str(model.weight.device), losses, kept.steps]
+    return found
 
 
 def pl_device(folder):
@@ -497,7 +541,7 @@ def pl_device(folder):
 SCENARIOS = {
     hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2, hf_device: 1,
     pl_fit: 1, pl_fails: 1, pl_ranks: 2, pl_values: 1, pl_values_ranks: 2, titan_log: 2,
-    pl_device: 1,
+    pl_device: 1, titan_device: 1,
 }  # fmt: skip
 
 

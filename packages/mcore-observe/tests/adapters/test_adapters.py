@@ -23,7 +23,7 @@ pytestmark = [
 def ran(tmp_path_factory):
     """The folder in which all programs have run."""
     folder = tmp_path_factory.mktemp("adapters")
-    ports = [str(port) for port in {free_port() for _ in range(40)}][:12]
+    ports = [str(port) for port in {free_port() for _ in range(40)}][:13]
     program = Path(__file__).with_name("adapter_programs.py")
     done = subprocess.run(
         [sys.executable, str(program), str(folder), *ports],
@@ -213,7 +213,10 @@ def test_an_adapter_without_its_library_names_the_extra(library, monkeypatch, hi
 
 
 @pytest.mark.skipif(find_problem() is not None, reason=f"no stand-in: {find_problem()}")
-@pytest.mark.parametrize(("program", "name"), [("pl_device", "train_loss"), ("hf_device", "loss")])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [("pl_device", "train_loss"), ("hf_device", "loss"), ("titan_device", "loss")],
+)
 def test_losses_of_a_device_are_logged(program, name, ran):
     on_cpu, on_device = result(ran, f"{program}.0").values()
     assert (on_cpu[0], on_device[0]) == ("cpu", "standin:0")
