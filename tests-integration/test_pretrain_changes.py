@@ -223,6 +223,7 @@ def test_a_run_whose_last_steps_diverge_says_so_and_prints_a_command_that_works(
     printed = last_value(done.stdout, "continue").split()[3:]
     # 1e29 diverges too: the command is accepted, and a rate that a user chooses works.
     assert printed == ["--resume", "run", "--lr", "1e+29", "--min-lr", "0.1"]
+    assert done.stderr.rstrip().endswith(f"Continue with: hatch run pretrain {' '.join(printed)}")
     assert pretrain(tmp_path, *printed).returncode == 4
     assert losses_of(tmp_path / "run")[0] > 0
 

@@ -43,6 +43,7 @@ def test_compressed_files_are_read_or_refused(tmp_path: Path) -> None:
         "b.jsonl.gz": (gzip.compress(2 * record), b"on the mat\non the mat\n"),
         "c.JSONL": (record, b"on the mat\n"),
         "d.JSONL.GZ": (gzip.compress(record), b"on the mat\n"),
+        "e.ndjson": (record, b"on the mat\n"),
     }
     for name, (content, text) in texts.items():
         (tmp_path / name).write_bytes(content)
@@ -55,8 +56,10 @@ def test_compressed_files_are_read_or_refused(tmp_path: Path) -> None:
         ("e.txt.gz", damaged[:-9], "cannot read .*e.txt.gz: Compressed file ended before"),
         ("f.txt.gz", b"no gzip", "cannot read .*f.txt.gz: Not a gzipped file"),
         ("g.txt.gz", damaged[:20] + b"\xff\xff\xff" + damaged[23:], "cannot read .*g.txt.gz: "),
-        ("h.jsonl.zst", b"x", "h.jsonl.zst is compressed: decompress it, or compress it with gzip"),
-        ("i.txt.xz", b"x", "i.txt.xz is compressed"),
+        ("h.jsonl.zst", b"x", "h.jsonl.zst is compressed or no text: pass text or .jsonl files"),
+        ("i.TXT.XZ", b"x", "i.TXT.XZ is compressed"),
+        ("j.tar.gz", damaged, "j.tar.gz is compressed or no text"),
+        ("k.parquet", b"PAR1", "k.parquet is compressed or no text"),
     ):
         (tmp_path / name).write_bytes(content)
         settings = Settings(data=str(tmp_path / name))

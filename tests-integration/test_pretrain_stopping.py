@@ -49,7 +49,7 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert done.stderr == (
         "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
         "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001. "
-        "Continue with: hatch run pretrain --resume run\n"
+        "Continue with: hatch run pretrain --resume run --lr 1e+29 --min-lr 0.1\n"
     )
     assert "loss value: 0" not in done.stdout
     assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8

@@ -121,7 +121,8 @@ def end_after(error: BaseException, folder: RunFolder | None) -> int:
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError), replacing(folder.diverged) as file:
                 file.write(f"{error}\n".encode())
-        return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
+        text = f"{error}. {describe_latest(folder, error.remedy)}"
+        return _refuse(RuntimeError(text), EXIT_DIVERGED)
     if isinstance(error, RunFolderError) and folder is not None:
         more = "" if folder.is_gone() else f". {describe_latest(folder)}"
         return _refuse(RunFolderError(f"{error}{more}"), EXIT_FOLDER)

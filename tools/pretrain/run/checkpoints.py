@@ -78,15 +78,15 @@ def _read_step(checkpoint: Path) -> int:
     return -1 if match is None else int(match[1])
 
 
-def describe_latest(folder: RunFolder) -> str:
-    """A sentence on how to continue after a run ended early."""
+def describe_latest(folder: RunFolder, options: str = "") -> str:
+    """A sentence on how to continue, with which options, after a run ended early."""
     try:
         step = latest_step(folder)
     except UsageError:
         return "There is no complete checkpoint yet."
     return (
         f"The last complete checkpoint is {folder.checkpoint(step)}. Continue with: "
-        f"{folder.resume_command}"
+        f"{folder.resume_command}{options}"
     )
 
 

@@ -20,6 +20,7 @@ from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, trainin
 from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.model.stages import chunks_of
 from pretrain.run.saving import Saver, attempt, check_replicas
+from pretrain.run.schedule import lower_rates
 from pretrain.run.steps import HostCopy, Steps
 from pretrain.run_folder import RunFolder
 from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
@@ -39,7 +40,11 @@ class StoppedBySignal(SystemExit):
 
 
 class DivergedError(Exception):
-    """Too many steps in a row had gradients that were not finite."""
+    """Too many steps in a row had gradients that were not finite. ``remedy``: options to retry."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class RunFolderError(Exception):
@@ -210,7 +215,8 @@ class Loop:
         if skipped and (count == self.settings.max_skipped or step == self.last_step):
             steps = f"{count} steps in a row, to step {step}," if count > 1 else f"step {step}"
             raise DivergedError(
-                f"the gradients of {steps} were not finite: try a lower --lr or --clip-grad"
+                f"the gradients of {steps} were not finite: try a lower --lr or --clip-grad",
+                lower_rates(self.settings),
             )
 
     def _flush(self) -> int:

@@ -20,6 +20,11 @@ def learning_rate_at(settings: Settings, step: int) -> float:
     return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def lower_rates(settings: Settings) -> str:
+    """Options for a second try after a divergence."""
+    return f" --lr {settings.lr / 10:g} --min-lr {settings.min_lr / 10:g}"
+
+
 def describe_schedule(settings: Settings, first: int) -> str:
     """The learning rate at the steps where its course changes, from a first step on."""
     decay, last = settings.decay, settings.train_iters

@@ -16,6 +16,7 @@ from pretrain.run_folder import LOCK_NAME
 from pretrain.usage import UsageError
 
 _PIECE_BYTES = 1 << 20
+_NO_TEXT = (".zst", ".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz", ".parquet", ".arrow")
 _CACHED = re.compile(r"[0-9a-f]{24}\.(bin|borders|json)(\..*\.partial)?$")
 
 
@@ -61,15 +62,17 @@ def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
 
 def is_jsonl(path: Path) -> bool:
     """Whether each line of a file is a document."""
-    return path.name.lower().removesuffix(".gz").endswith(".jsonl")
+    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def _open(path: Path) -> IO[bytes]:
     """Open a file, decompressed if its name ends with .gz."""
-    kind = path.suffix.lower()
-    if kind in (".zst", ".bz2", ".xz", ".zip"):
-        raise UsageError(f"--data: {path} is compressed: decompress it, or compress it with gzip")
-    return gzip.open(path) if kind == ".gz" else path.open("rb")  # type: ignore[return-value]
+    name = path.name.lower()
+    if name.removesuffix(".gz").endswith(_NO_TEXT):
+        raise UsageError(
+            f"--data: {path} is compressed or no text: pass text or .jsonl files, plain or with .gz"
+        )
+    return gzip.open(path) if name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
 
 
 def _read_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:

@@ -19,7 +19,7 @@ from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run.checkpoints import has_checkpoint
-from pretrain.run.schedule import describe_schedule
+from pretrain.run.schedule import describe_schedule, lower_rates
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.threads import choose_threads
@@ -124,9 +124,8 @@ class Summary:
 
     def _format_next_command(self) -> str:
         """The command that continues the run, or starts it anew if it has diverged too early."""
-        settings, lower = self.settings, ""
-        if self.num_skipped:
-            lower = f" --lr {settings.lr / 10:g} --min-lr {settings.min_lr / 10:g}"
+        settings = self.settings
+        lower = lower_rates(settings) if self.num_skipped else ""
         if (self.num_skipped or settings.eval_only) and not has_checkpoint(self.folder):
             config = shlex.quote(str(self.folder.path / "config.json"))
             return f"start again      hatch run pretrain --config {config}{lower}"
