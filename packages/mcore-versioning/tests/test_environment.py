@@ -487,7 +487,10 @@ def test_entries_of_the_path_that_are_no_text(entry: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "source",
-    ["raise RuntimeError('CUDA required')", "def f(:", "import sys; sys.exit(3)"],
+    [
+        *("raise RuntimeError('CUDA required')", "def f(:", "import sys; sys.exit(3)"),
+        *("assert False, 'no GPU'", "import os; os.environ['NO_SUCH_HOME']"),
+    ],
 )
 def test_a_package_that_fails_to_import_is_no_crash(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
