@@ -1,10 +1,12 @@
 import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from mcore.modules import MegatronModule
+from mcore.modules import GraphableMegatronModule, LinearForLastLayer, MegatronModule
 from mcore.modules.traversal import iter_modules
 
 
@@ -142,6 +144,28 @@ def test_copies_are_independent_and_respect_getstate():
     assert torch.equal(copied.tied.weight, root.tied.weight)
     copied.set_is_first_microbatch()
     assert root.first.is_first_microbatch is False
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")]
+)
+@pytest.mark.parametrize(
+    "make",
+    [MegatronModule, GraphableMegatronModule, lambda _: LinearForLastLayer(4, 1, False)],
+)
+def test_a_copy_of_a_wrapper_that_forwards_attributes_is_a_wrapper(make, wrap):
+    wrapped = wrap(make(None))
+    model = torch.nn.Sequential(wrapped, torch.nn.Identity())
+    for copied in (copy.deepcopy(wrapped), copy.deepcopy(model)[0]):
+        assert type(copied) is type(wrapped)
+        kinds = [type(module) for module in wrapped.modules()]
+        assert [type(module) for module in copied.modules()] == kinds
+
+
+def test_a_pickle_of_a_module_names_no_private_class():
+    data = pickle.dumps([MegatronModule(None), LinearForLastLayer(4, 1, True)])
+    assert b"Sharing" not in data
+    assert pickle.loads(data)[1].weight.sequence_parallel
 
 
 def test_walk_visits_the_modules_of_torch_in_its_order():

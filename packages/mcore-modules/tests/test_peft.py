@@ -1,9 +1,11 @@
 """Adapters of PEFT inside our modules."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from mcore.modules import Float16Module, MegatronModule
 
@@ -33,3 +35,67 @@ def test_adapters_train_and_the_model_does_not(make):
         optimizer.step()
     changed = {n for n, param in model.named_parameters() if not torch.equal(param, before[n])}
     assert changed == trained
+
+
+def make_adapted(seed, *, inject=False):
+    """Return a model with random adapters, and a trained copy of its other module."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    model = Float16Module(BF16, torch.nn.Sequential(Model(), torch.nn.LayerNorm(4)))
+    adapters = peft.LoraConfig(
+        r=2, target_modules=["linear"], modules_to_save=["1"], init_lora_weights=False
+    )
+    if inject:
+        return peft.inject_adapter_in_model(adapters, model)
+    return peft.get_peft_model(model, adapters)
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_saved_adapters_are_all_there_and_load(inject):
+    model, other = make_adapted(0, inject=inject), make_adapted(1, inject=inject)
+    peft = pytest.importorskip("peft")
+    saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert len(saved) == 4  # two of LoRA, weight and bias of the trained norm
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" not in name and "modules_to_save" not in name:
+                other.get_parameter(name).copy_(parameter)
+    assert not torch.equal(other(x), model(x))
+    assert peft.set_peft_model_state_dict(other, saved).unexpected_keys == []
+    assert torch.equal(other(x), model(x))
+
+
+def test_merged_adapters_leave_the_keys_of_the_wrapped_module():
+    model = make_adapted(0)
+    model.base_model.model.config = {}  # PEFT calls its get()
+    merged = model.merge_and_unload()
+    assert list(merged.state_dict()) == [
+        *("0.linear.weight", "0.linear.bias"),
+        *("1.weight", "1.bias"),
+    ]
+
+
+def test_state_and_optimizer_of_an_adapted_model_load_in_torch_checkpoints():
+    model, other = make_adapted(0), make_adapted(1)
+    optimizers = []
+    for each in (model, other):
+        trained = [param for param in each.parameters() if param.requires_grad]
+        optimizers.append(torch.optim.AdamW(trained))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizers[0].step()
+    expected = copy.deepcopy(optimizers[0].state_dict())
+    state, optimizer_state = get_state_dict(model, optimizers[0])
+    set_state_dict(other, optimizers[1], model_state_dict=state, optim_state_dict=optimizer_state)
+    assert torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    for index, values in expected["state"].items():
+        found = optimizers[1].state_dict()["state"][index]
+        assert torch.equal(found["exp_avg"], values["exp_avg"])
+
+
+def test_a_copy_of_an_adapted_model_has_its_adapters():
+    model = make_adapted(0)
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    with copied.disable_adapter():
+        assert not torch.equal(copied(torch.ones(2, 4)), model(torch.ones(2, 4)))

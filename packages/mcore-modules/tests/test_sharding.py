@@ -429,12 +429,13 @@ def test_children_in_wrappers_of_any_kind_have_the_keys_of_the_others(wrapper):
         mixed[0].weight = torch.nn.Parameter(torch.zeros(1))
         root.stack = torch.nn.Sequential(torch.nn.Identity(), wrap(torch.nn.Linear(2, 2)))
         root.mixed = wrap(mixed)
+        root.my_orig_mod = wrap(torch.nn.Linear(2, 2))  # a name that only ends like a wrapper's
         return root
 
     plain, wrapped = model(lambda module: module), model(wrapper)
     expected = plain.sharded_state_dict("m.")
     found = wrapped.sharded_state_dict("m.")
-    assert list(found) == list(expected)
+    assert list(found) == list(expected) == list(plain.state_dict(prefix="m."))
     assert [entry.key for entry in found.values()] == list(expected)
     assert found["m.stack.1.weight"].data is wrapped.stack[1].weight
     assert list(sharded_state_dict_of(wrapper(wrapped))) == list(plain.sharded_state_dict())

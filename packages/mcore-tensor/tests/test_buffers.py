@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mcore.tensor import GlobalMemoryBuffer, assert_viewless_tensor
@@ -350,6 +351,21 @@ def test_a_compiled_function_returns_a_buffer_that_grows_again(backend):
         assert scratch.shape == (length,)
         assert scratch.data_ptr() == now.data_ptr()
     assert buffers.nbytes() == 64
+
+
+def test_compiled_code_serves_any_number_of_sizes_while_the_buffer_grows():
+    torch.compiler.reset()
+    buffers, counter = GlobalMemoryBuffer(), CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def total(x):
+        scratch = buffers.get_tensor((x.shape[0], 2), x.dtype, "x", device="cpu")
+        return scratch.copy_(x).sum()
+
+    for length in (*range(2, 14), 40, 3):
+        assert total(torch.ones(length, 2)).item() == 2 * length
+    assert counter.frame_count < 6  # a compilation for each size would be refused after eight
+    assert buffers.nbytes() == 40 * 2 * 4
 
 
 def test_nbytes_counts_by_name():

@@ -121,17 +121,29 @@ def test_folder_of_that_name_where_nothing_is_installed(site: Path) -> None:
     assert reason == f"some_lib is only a folder without code: {site / 'some_lib'}"
 
 
+@pytest.mark.parametrize("file", ["some_lib/__init__.py", "some_lib.cpython-311-linux.so"])
 def test_file_that_shadows_the_installed_module(
-    install: Install, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, install: Install, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("some-lib", "1.2", module="some_lib")
+    info = install("some-lib", "1.2")
+    (info / "RECORD").write_text(f"{file},,\n")
     front = tmp_path / "front"
     front.mkdir()
     (front / "some_lib.py").write_text("")
     monkeypatch.syspath_prepend(front)
     reason = package_state("some_lib", "some-lib").reason
     assert f"found at {front / 'some_lib.py'}" in reason
-    assert f"installed version 1.2 at {(site / 'some_lib' / '__init__.py').resolve()}" in reason
+    assert f"installed version 1.2 at {(site / file).resolve()}" in reason
+
+
+def test_a_link_to_the_folder_of_the_package_shadows_nothing(
+    install: Install, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("some-lib", "1.2", module="some_lib")
+    link = tmp_path / "link"
+    link.symlink_to(site)
+    monkeypatch.syspath_prepend(link)
+    assert package_state("some_lib", "some-lib").version == "1.2"
 
 
 def test_editable_installation_shadows_nothing(install: Install, site: Path) -> None:
@@ -475,7 +487,10 @@ def test_entries_of_the_path_that_are_no_text(entry: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "source",
-    ["raise RuntimeError('CUDA required')", "def f(:", "import sys; sys.exit(3)"],
+    [
+        *("raise RuntimeError('CUDA required')", "def f(:", "import sys; sys.exit(3)"),
+        *("assert False, 'no GPU'", "import os; os.environ['NO_SUCH_HOME']"),
+    ],
 )
 def test_a_package_that_fails_to_import_is_no_crash(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

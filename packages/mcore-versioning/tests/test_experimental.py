@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -51,6 +52,24 @@ def test_gate_is_closed_by_default() -> None:
     with pytest.raises(ExperimentalNotEnabledError):
         body()
     assert ran == []
+
+
+@pytest.mark.parametrize(("task", "may_repeat"), [(-1, False), (0, True), (7, True)])
+def test_only_a_backward_pass_may_repeat_what_ran(
+    task: int, may_repeat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c_library = types.SimpleNamespace(_current_graph_task_id=lambda: task)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(_C=c_library))
+    gated = experimental_fn("0.1.0")(abs)
+    with pytest.raises(ExperimentalNotEnabledError):
+        gated(-1)  # it has not run before
+    with experimental_enabled():
+        gated(-1)
+    if may_repeat:
+        assert gated(-2) == 2
+    else:
+        with pytest.raises(ExperimentalNotEnabledError):
+            gated(-2)
 
 
 def test_error_says_what_was_gated_and_how_to_enable_it() -> None:

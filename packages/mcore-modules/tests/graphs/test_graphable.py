@@ -225,6 +225,11 @@ def add_child(layer):
     return lambda: layer.blocks.pop(2)
 
 
+def remove_child(layer):
+    child = layer.blocks.pop(1)
+    return lambda: layer.blocks.append(child)
+
+
 @pytest.mark.parametrize("impl", ["transformer_engine", "local"])
 @pytest.mark.parametrize(
     ("change", "name"),
@@ -234,6 +239,7 @@ def add_child(layer):
         (add_backward_hook, "blocks.1"),
         (evaluate_child, "blocks.1"),
         (add_child, "blocks.2"),
+        (remove_child, "a module"),
     ],
 )
 def test_a_changed_module_below_a_captured_layer_is_refused(change, name, impl):
@@ -251,6 +257,14 @@ def test_a_changed_module_below_a_captured_layer_is_refused(change, name, impl):
     if impl == "transformer_engine":
         capture_graphs([layer], 2, 1, runner=EagerGraphRunner())
     assert torch.equal(layer(inputs), layer.blocks(inputs))
+
+
+def test_a_module_that_was_removed_and_freed_is_missed():
+    layer, inputs = Deep(config_of()), x()
+    capture_graphs([layer], 2, 1, runner=EagerGraphRunner())
+    del layer.blocks[1]
+    with pytest.raises(GraphStateError, match="a module of Deep was removed after the capture"):
+        layer(inputs)
 
 
 def test_a_hook_of_the_layer_itself_after_the_capture_is_refused():

@@ -53,7 +53,8 @@ class Float16Module(MegatronModule):
     stages have the model's dtype. Keys of state dicts are those of the wrapped module. Names of
     parameters, buffers and modules begin with ``module.``, as for any module. With an optimizer,
     pass the wrapped module to ``get_state_dict`` of torch.distributed.checkpoint: both its names
-    and its keys are without ``module.``.
+    and its keys are without ``module.``. While PEFT has adapters in the wrapper, keys of
+    ``state_dict`` begin with ``module.`` too: PEFT saves tensors whose keys are names.
 
     Args:
         config: A configuration with ``fp16`` or ``bf16`` true. The other field may be missing.
@@ -237,6 +238,8 @@ class Float16Module(MegatronModule):
     ) -> dict[str, Any]:
         """Return the wrapped module's state dict, without ``module.`` in the keys.
 
+        PEFT's adapters in the wrapper and ``FullyShardedDataParallel`` around it need ``module.``.
+
         Args:
             destination: A dict to fill and return.
             prefix: Put before each key.
@@ -246,7 +249,7 @@ class Float16Module(MegatronModule):
             The state dict.
         """
         # FullyShardedDataParallel looks for the names of parameters, which contain the child.
-        owner: Any = super() if _FSDP1 in prefix else self.module
+        owner: Any = super() if _FSDP1 in prefix or self._has_adapters() else self.module
         state: dict[str, Any] = owner.state_dict(
             destination=destination,
             prefix=prefix,
@@ -328,13 +331,20 @@ class Float16Module(MegatronModule):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Declare to torch.distributed.checkpoint.state_dict that keys omit ``module``."""
         # Below FullyShardedDataParallel the keys do contain it, and no parameter is a DTensor.
-        if getattr(self, "_is_fsdp_managed_module", False) and not any(
-            map(is_dtensor, self.parameters())
+        if self._has_adapters() or (
+            getattr(self, "_is_fsdp_managed_module", False)
+            and not any(map(is_dtensor, self.parameters()))
         ):
             return {}
         inside = self.module
         names = (*inside._modules, *inside._parameters, *inside._buffers)
         return _NamesInside.fromkeys(names, _NAME)
+
+    def _has_adapters(self) -> bool:
+        """Return whether PEFT has adapters in this wrapper, not in a model inside it."""
+        # PEFT sets the attribute, and deletes it when it merges or removes the adapters. It would
+        # silently save no adapter if the keys were not the names.
+        return bool(vars(self).get("peft_config"))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
         # Names first, since the function may replace tensors, and the marks are lost with them.
@@ -343,10 +353,6 @@ class Float16Module(MegatronModule):
         super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
         stamp_fp32_marks(self.module)
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        stamp_fp32_marks(self.module)
 
 
 def _choose_precision(config: object) -> tuple[bool, bool]:

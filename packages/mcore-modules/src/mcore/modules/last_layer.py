@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore.modules.traversal import copy_sharing_groups
+from mcore.modules.traversal import reduce_sharing_groups
 from mcore.parallel.groups import comm_device, get_pg_size
 from mcore.parallel.process_groups import get_tensor_model_parallel_group_if_none
 from mcore.parallel.regions import gather_from_sequence_parallel_region
@@ -174,8 +174,8 @@ class LinearForLastLayer(torch.nn.Linear):
         self._stamp()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearForLastLayer:
-        return copy_sharing_groups(self, memo)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_sharing_groups(super().__reduce_ex__(protocol))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from mcore.modules.config import FIELD_CHOICES, is_switched_on, read_field
 from mcore.modules.precision import stamp_fp32_marks
 from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
-from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
+from mcore.modules.traversal import has_plain_attribute, iter_modules, reduce_sharing_groups
 from mcore.tensor.param_flags import ensure_params_ready
 
-_Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 
 
@@ -183,7 +182,9 @@ class MegatronModule(torch.nn.Module):
             >>> MegatronModule(None).refresh_cache()
         """
 
-    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        copied = copy_sharing_groups(self, memo)
-        stamp_fp32_marks(copied)  # copies of parameters have no attributes
-        return copied
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_sharing_groups(super().__reduce_ex__(protocol))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        stamp_fp32_marks(self)  # copies of parameters have no attributes

@@ -7,15 +7,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.process_groups import ProcessGroups
-
-_ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
 
 
 def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -63,21 +61,34 @@ def attribute_or_none(module: object, name: str) -> Any:
     return getattr(module, name, None)
 
 
-def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
-    """Copy a module as ``copy.deepcopy``, but share process groups, which cannot be copied.
+def reduce_sharing_groups(reduced: Any, *shared: object) -> tuple[Any, ...]:
+    """Change the result of ``object.__reduce_ex__`` of a module: deep copies share process groups.
 
-    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, also if modules below
-    hold them in dicts, namespaces and other objects.
+    Groups cannot be copied. Device meshes, ProcessGroups and the ``shared`` objects are shared too,
+    also if modules below hold them in dicts, namespaces and other objects.
     """
-    if _WALKED not in memo:  # the outermost copy finds the groups of all modules below
-        memo.update({id(shared): shared for shared in _find_shared_objects(module)})
-        memo[_WALKED] = True
-    copied = type(module).__new__(type(module))
-    memo[id(module)] = copied
-    # The state from object.__reduce_ex__: uses __getstate__, on every Python version.
-    state = copy.deepcopy(module.__reduce_ex__(4)[2], memo)
-    copied.__setstate__(state)  # type: ignore[no-untyped-call]
-    return copied
+    # Not `__deepcopy__`, which wrappers such as those of torch.compile and PEFT forward: a copy of
+    # the wrapper would be a copy of the module inside it.
+    make, args, state, *rest = reduced
+    return make, args, _SharingState(state, shared), *rest
+
+
+class _SharingState(dict[str, Any]):
+    """The attributes of a module, pickled as a plain dict."""
+
+    def __init__(self, state: dict[str, Any], shared: tuple[object, ...]) -> None:
+        super().__init__(state)
+        self._shared = shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        memo.update({id(shared): shared for shared in self._shared})
+        if _WALKED not in memo:  # the outermost copy finds the groups of all modules below
+            memo.update({id(shared): shared for shared in _find_shared_objects(dict(self))})
+            memo[_WALKED] = True
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
 
 
 _WALKED: Any = "mcore.modules"  # a string: the other keys of a memo are ids

@@ -297,7 +297,7 @@ def _find_owner(chunk: Any, path: str) -> tuple[Any, str]:
 
 
 def _make_path_error(path: str, owner: Any, name: str) -> ValueError:
-    children = list(getattr(owner, "_modules", ())) or list(vars(owner))
+    children = list(getattr(owner, "_modules", vars(owner)))
     return ValueError(
         f"output_layer_path {path!r} does not exist: {type(owner).__name__} has no {name!r}, so "
         f"nothing would call the head. It has {children}"

@@ -331,7 +331,8 @@ if hasattr(os, "register_at_fork"):
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the memory buffers of the process, which are created at the first call.
 
-    Safe in several threads. A forked child starts with its own empty instance.
+    Safe in several threads. A forked child starts with its own empty instance. Call it once before
+    ``torch.compile(fullgraph=True)`` compiles a call, since compiled code cannot create them.
 
     Returns:
         The same instance at every call, until ``destroy_global_memory_buffer()``.
@@ -366,8 +367,9 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
         if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
         entries: Any = tensor_shape if isinstance(tensor_shape, Iterable) else (tensor_shape,)
+        # Not operator.index of a symbolic size: torch.compile would compile each size separately.
         shape: tuple[Any, ...] = tuple(
-            n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries
+            n if isinstance(n, (int, torch.SymInt)) else operator.index(n) for n in entries
         )
     except TypeError as error:
         raise TypeError(

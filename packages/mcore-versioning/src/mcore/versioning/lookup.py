@@ -18,7 +18,7 @@ _LIMIT = 256
 # Errors of incomplete, mismatched or GPU-only installations, and of finders.
 _FAILURES_OF_IMPORTS = (
     *(ImportError, OSError, RuntimeError, SyntaxError, SystemExit),
-    *(AttributeError, TypeError, ValueError),
+    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),
 )
 
 # Versions of installed packages, by their texts. A dict, since torch.compile can read it.

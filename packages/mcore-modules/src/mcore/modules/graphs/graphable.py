@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,11 +18,10 @@ from mcore.modules.graphs.runner import (
     is_graph_capturing,
 )
 from mcore.modules.module import MegatronModule
-from mcore.modules.traversal import iter_modules
+from mcore.modules.traversal import iter_modules, reduce_sharing_groups
 from mcore.tensor.device import device_of
 
 Hook = Callable[..., Any]
-_Self = TypeVar("_Self", bound="GraphableMegatronModule")
 
 
 class GraphableMegatronModule(MegatronModule):
@@ -307,14 +306,13 @@ class GraphableMegatronModule(MegatronModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         has_manager = state.pop("_had_manager", False)
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         if has_manager:
             self._set_manager(None)
 
-    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The runner may hold a device's graphs, which cannot be copied: share it.
-        memo[id(self.graph_runner)] = self.graph_runner
-        return super().__deepcopy__(memo)
+        return reduce_sharing_groups(super().__reduce_ex__(protocol), self.graph_runner)
 
 
 def refuse_hooks(layer: GraphableMegatronModule, name: str) -> None:

@@ -87,7 +87,8 @@ class EagerGraphRunner:
     graph overwrites its outputs, a call fills the outputs of the last call with NaN (integers with
     the largest value, booleans with their opposite). As a real graph repeats only recorded work, a
     call raises GraphStateError if a module below the layer has got other hooks, children or another
-    mode (``train()``, ``eval()``) since the capture.
+    mode (``train()``, ``eval()``) since the capture. Hooks that it had at the capture run, while a
+    real graph would repeat only their work on tensors.
 
     Args:
         strict: Make all checks. False omits those of gradients, of calls in flight, of random
@@ -136,6 +137,7 @@ class _EagerReplay:
         # Weak: a graph must not keep a layer alive.
         self._layer = weakref.ref(spec.module)
         self._recorded = weakref.WeakKeyDictionary(_describe_modules(spec.module))
+        self._num_recorded = len(self._recorded)  # a module that was removed may be gone
 
     def __call__(self, call: GraphCall) -> Any:
         self._refuse_changes()
@@ -151,14 +153,20 @@ class _EagerReplay:
     def _refuse_changes(self) -> None:
         layer = self._layer()
         present = {} if layer is None else _describe_modules(layer)
-        if layer is None or present == dict(self._recorded):
+        if layer is None or (
+            present == dict(self._recorded) and len(present) == self._num_recorded
+        ):
             return
         names = {module: name or "the layer itself" for name, module in layer.named_modules()}
         changed = [names[one] for one in present if present[one] != self._recorded.get(one)]
-        raise GraphStateError(
+        change = (
             f"{', '.join(changed)} of {type(layer).__name__} has another mode or other hooks than "
-            "at the capture, or is new. A replay would run as captured. Undo the change or make a "
-            "new capture"
+            "at the capture, or is new"
+            if changed
+            else f"a module of {type(layer).__name__} was removed after the capture"
+        )
+        raise GraphStateError(
+            f"{change}. A replay would run as captured. Undo the change or make a new capture"
         )
 
     def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:

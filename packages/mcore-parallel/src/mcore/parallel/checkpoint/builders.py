@@ -25,7 +25,7 @@ _GROUP_OPTIONS = frozenset({"tp_group", "dp_cp_group"})
 _FIELD_OPTIONS = frozenset({"allow_shape_mismatch", "flattened_range"})
 # The names of the modules inside wrappers of torch. state_dict() drops them from its keys, except
 # for torch.compile, and a model is saved and loaded with and without each wrapper.
-_INSIDE_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+_INSIDE_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 # Wrappers of Megatron-LM, Megatron-FSDP and Megatron Bridge by class name: they are not imported.
 # _BaseDataParallel is the base of the adapters, whose names differ between releases.
 MEGATRON_WRAPPERS = frozenset({"_BaseDataParallel", "DistributedDataParallel", "Float16Module"}) | {
@@ -40,9 +40,8 @@ def strip_wrapper_names(name: str) -> str:
     """Return a name or prefix of modules without the names that wrappers of torch insert."""
     if "_mod" not in name:  # the usual case first: there is a call for each tensor of a model
         return name
-    for inserted in _INSIDE_WRAPPERS:
-        name = name.replace(inserted, "")
-    return name
+    *parents, last = name.split(".")
+    return ".".join([*(parent for parent in parents if parent not in _INSIDE_WRAPPERS), last])
 
 
 def is_of_megatron(model: object, names: Collection[str]) -> bool:
