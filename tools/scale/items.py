@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from mcore.observe.straggler.server.routes import ControllerState, Router
 from mcore.parallel import agreement
 from mcore.parallel import check_param_hashes_across_dp_replicas as check
 from mcore.parallel.checkpoint import ShardedLoadPlanner, ShardedTensor, describe_shards
+from mcore.parallel.checkpoint.errors import merge_reports
 from mcore.parallel.checkpoint.files import manifest as manifests
 from mcore.parallel.checkpoint.files.places import place_of
 from mcore.parallel.checkpoint.files.reader import CheckedReader
@@ -148,7 +150,6 @@ def collectives(meter: Meter) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "agreement": lambda: agreement.require_equal({"seed": 1}, None, group.WORLD),
         "a rank's error": lambda: agreement.max_or_raise((), ValueError("lost"), group.WORLD),
-        "all ranks' errors": lambda: agreement.gathered_reports("lost", group.WORLD),
         "log step": lambda: parallel.reduce_step_stats({"loss": 1.0}, {"ok": True}, group.WORLD),
         "replicas": lambda: check(torch.nn.Linear(4, 4), True, dp_group=group.WORLD),
     }
@@ -157,6 +158,14 @@ def collectives(meter: Meter) -> None:
         for name, call in calls.items():
             with meter.role(f"common, {name}"), suppress(ValueError):
                 call()
+        # Every rank fails: the maximum over the ranks has this rank's byte for each of them.
+        with (
+            patch.multiple(dist, all_reduce=lambda tensor, **_: tensor.fill_(int(tensor.max()))),
+            meter.role("common, all ranks' errors"),
+        ):
+            reports = agreement.gathered_reports("lost", group.WORLD)
+            merge_reports(reports)
+    _require(len(reports) == meter.ranks, "a failed rank is not named")
 
 
 ITEMS: dict[str, Item] = {

@@ -319,6 +319,7 @@ def _compared(report: Any, unix_time: float | None = None) -> SimpleNamespace:
     world = getattr(report, "world_size", 1)
     return SimpleNamespace(
         report=report,
+        to_prometheus=lambda **options: report.to_prometheus(**options),
         unix_time=report.unix_time if unix_time is None else unix_time,
         by_rank=lambda: torch.zeros(7, world),
         places=[("h", "cpu")] * world,

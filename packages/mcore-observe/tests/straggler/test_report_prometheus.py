@@ -1,12 +1,13 @@
 import math
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore.observe import Outlier, SectionStats, StragglerReport
 from mcore.observe.straggler.server.routes import ControllerState, Router
 
-HOST = 'no"de\\1\nx'
+HOST = 'no"de\\1\nx %d% nan'
 
 
 @pytest.fixture
@@ -83,6 +84,37 @@ def test_sections_scores_and_outliers(report):
     assert outliers == {(("metric", "elapsed_ms"), ("rank", "1")): 1.0}
     stragglers = samples(found["mcore_straggler_straggler"])
     assert stragglers == {(("metric", "data"), ("rank", "0")): 1.0}
+
+
+def test_numbers_that_are_not_finite_have_the_names_of_prometheus(report):
+    report.metrics["power_w"] = (math.inf, -math.inf)
+    text = report.to_prometheus()
+    host = r'host="no\"de\\1\nx %d% nan"'
+    for line in (
+        'mcore_straggler_gpu_power_watts{rank="0",host="a"} +Inf',
+        f'mcore_straggler_gpu_power_watts{{rank="1",{host}}} -Inf',
+        f'mcore_straggler_data_seconds{{rank="1",{host}}} NaN',
+        f'mcore_straggler_individual_score{{rank="1",{host},section="compute"}} NaN',
+        f'mcore_straggler_gpu_clock_hertz{{rank="1",{host}}} 1500000000',
+    ):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize("all_ranks", [True, False])
+def test_the_server_formats_many_ranks_without_an_object_for_each(simulated_job, all_ranks):
+    job = simulated_job(64, ["att"], [f"node{rank // 8}%" for rank in range(64)])
+    values = torch.rand(10, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = job.report(values[:7], 1000 * values[7:])
+    text = found.to_prometheus(all_ranks=all_ranks)
+    assert "report" not in vars(found)
+    assert text == found.report.to_prometheus(all_ranks=all_ranks)
+    seconds = samples(families(text)["mcore_straggler_section_seconds"])
+    if all_ranks:  # a sum in ms over ten iterations
+        key = (("host", "node7%"), ("rank", "63"), ("section", "att"))
+        assert seconds[key] == pytest.approx(values[9, 63].item() / 10)
+    else:
+        key = (("of", "max"), ("section", "att"))
+        assert seconds[key] == pytest.approx(values[9].max().item() / 10)
 
 
 def test_state_before_and_after_a_report(report, text_of, compared):

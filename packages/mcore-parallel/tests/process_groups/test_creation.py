@@ -36,6 +36,7 @@ from mcore.parallel import (
     set_default_process_groups,
 )
 from mcore.parallel.groups import comm_device
+from mcore.parallel.torch_compat import is_destroyed
 from rank_testing import run_ranks
 
 
@@ -115,6 +116,32 @@ def test_groups_are_shared_and_given_back() -> None:
             "after a rank destroyed its own": pair,
             "after all destroyed one with torch": pair,
         }
+
+
+def test_a_part_of_the_groups_of_one_object_is_shared_and_outlives_it(fake_world) -> None:
+    counts = set()
+    for rank in range(4):
+        fake_world(rank, 4)
+        first = ProcessGroups.from_sizes(tp=2, groups=("tp", "dp"))
+        # The pipelines are those of dp. Only the embedding of the second is a whole pipeline.
+        second = ProcessGroups.from_sizes(
+            pp=2,
+            groups=("embd",),
+            embedding_ranks=lambda ranks: ranks if 1 in ranks else ranks[:1],
+        )
+        assert second.ranks("embd") == {0: [0], 1: [1, 3], 2: [2], 3: [1, 3]}[rank]
+        assert (second.embd is first.dp) is (rank in (1, 3))
+        tp, dp = first.tp, first.dp
+        first.destroy()
+        assert is_destroyed(tp)
+        assert is_destroyed(dp) is (rank in (0, 2))
+        again = ProcessGroups.from_sizes(tp=2, groups=("tp", "dp"))
+        assert (again.dp is dp) is (rank in (1, 3))
+        second.destroy()
+        assert not is_destroyed(again.dp)
+        # torch names a group by the number of groups before it, which all ranks count alike.
+        counts.add(dist.distributed_c10d._world.group_count)
+    assert len(counts) == 1
 
 
 def test_destroyed_groups_cannot_be_read(fake_world) -> None:

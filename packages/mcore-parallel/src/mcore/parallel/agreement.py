@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from mcore.parallel.groups import comm_device
 from mcore.parallel.tensor_memory import memory_of
-from mcore.parallel.torch_compat import all_gather_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -141,17 +140,18 @@ def check_on_all_ranks(
 def gathered_reports(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
     """Return the reports of all ranks that have one, by rank in the group.
 
-    One all-gather of a byte a rank. If a rank has a report, one all-reduce (MAX of uint8) of 4096
-    bytes for each of the first 16 that have one. The text of the others says that it was not sent.
+    One all-reduce (MAX of uint8) of a byte a rank. If a rank has a report, one more of 4096 bytes
+    for each of the first 16 that have one. The text of the others says that it was not sent.
     """
-    own = torch.tensor([report is not None], dtype=torch.uint8, device=comm_device(group))
-    flags = own.new_zeros(group.size())
-    all_gather_single(flags, own, group)
+    flags = torch.zeros(group.size(), dtype=torch.uint8, device=comm_device(group))
+    flags[group.rank()] = report is not None
+    # NCCL's all-reduce is a tree, its all-gather a ring with a step for each rank.
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     ranks: list[int] = flags.cpu().nonzero().flatten().tolist()
     shown = ranks[:_MAX_REPORTS]
     if not shown:
         return {}
-    texts = own.new_zeros(len(shown), _REPORT_BYTES)
+    texts = flags.new_zeros(len(shown), _REPORT_BYTES)
     if report is not None and group.rank() in shown:
         texts[shown.index(group.rank())] = _encode(report or "unknown error", _REPORT_BYTES, group)
     dist.all_reduce(texts, op=dist.ReduceOp.MAX, group=group)

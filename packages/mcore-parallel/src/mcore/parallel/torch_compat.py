@@ -61,9 +61,10 @@ def can_count_groups() -> bool:
     )
 
 
-def count_group() -> None:
-    """Count a group of other ranks. torch names a group by the number of groups before it."""
-    dist.distributed_c10d._world.group_count += 1
+def count_groups(number: int) -> None:
+    """Count groups of other ranks. torch names a group by the number of groups before it."""
+    if number:
+        dist.distributed_c10d._world.group_count += number
 
 
 def job_timeout() -> timedelta | None:

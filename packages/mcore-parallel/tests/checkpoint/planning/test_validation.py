@@ -134,6 +134,49 @@ def test_overlaps_equal_those_of_counting_elements(raw: list[Any]) -> None:
     assert overlapping_pairs(places) == expected
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(SIZE, SIZE), min_size=1, max_size=3),
+    st.sampled_from(["whole", "twice", "lost", "moved", "wider", "replica"]),
+    st.data(),
+)
+def test_a_grid_is_whole_if_each_element_is_written_once(
+    axes: list[tuple[int, int]], change: str, data: st.DataObject
+) -> None:
+    size, whole = tuple(size for size, _ in axes), tuple(size * count for size, count in axes)
+    cells = itertools.product(*(range(count) for _, count in axes))
+    starts = [tuple(s * n for s, n in zip(cell, size, strict=True)) for cell in cells]
+    records = [shard(start, size, whole) for start in data.draw(st.permutations(starts))]
+    if change == "twice":
+        records[0] = records[0]._replace(global_offset=records[-1].global_offset)
+    elif change == "lost":
+        del records[0]
+    elif change == "moved":
+        by = data.draw(st.integers(-2, 2))
+        first, *rest = records[0].global_offset
+        records[0] = records[0]._replace(global_offset=(first + by, *rest))
+    elif change == "wider":
+        whole = (whole[0] + 1, *whole[1:])
+        records = [one._replace(global_shape=whole) for one in records]
+    elif change == "replica":
+        records.append(ShardRecord("tensor", "w", False, "float32", whole))
+    written = [
+        element
+        for one in records
+        if one.is_written
+        for element in itertools.product(
+            *(range(s, s + n) for s, n in zip(one.global_offset, one.shard_shape, strict=True))
+        )
+    ]
+    is_whole = sorted(written) == sorted(itertools.product(*map(range, whole)))
+    assert (validate_plans([[one] for one in records]) == []) is (is_whole or not records)
+
+
+def test_a_box_of_other_axes_is_no_part_of_a_grid() -> None:
+    [first, *_] = validate_plans([[shard((0, 0), (4, 4))], [shard((4,), (0, 4, 4))]])
+    assert "outside the global shape (8, 4)" in first
+
+
 def test_records_survive_the_wire() -> None:
     records = [TOP, UNWRITTEN, ShardRecord("common", "a.b", True), shard((), (), ())]
     assert decode_records(encode_records(records)) == records

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from heapq import nlargest, nsmallest
 from typing import Any, TypeAlias
@@ -35,8 +35,8 @@ ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int
 
 _MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 _PREFIX = "mcore_straggler_"
-_Samples: TypeAlias = Iterable[tuple[str, float]]  # labels and value
-_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's texts -> names of Prometheus
+_Samples: TypeAlias = Mapping[str, tuple[Sequence[str], Iterable[float]]]
+_NOT_FINITE = (("nan", "NaN"), ("inf", "+Inf"), ("-inf", "-Inf"))  # of Python and Prometheus
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
     "elapsed_ms": ("iteration_seconds", 1e-3, "Time of the compute ranges per iteration."),
@@ -284,43 +284,8 @@ class StragglerReport:
             all_ranks: Whether sections have a sample for each rank, which is megabytes for 4,096
                 ranks. False: the minimum, median and maximum over the ranks, with the label ``of``.
         """
-        hosts = {host: labels(host=host) for host in set(self.hosts)}
-        by_rank = zip(self.ranks, self.hosts, strict=True)
-        ranks = [f'rank="{rank}",{hosts[host]}' for rank, host in by_rank]
-        families = [
-            family(name, "gauge", text, zip(ranks, self.metrics[metric], strict=True), factor)
-            for metric, (name, factor, text) in _GAUGES.items()
-            if metric in self.metrics
-        ]
-        families += self._format_sections(ranks if all_ranks else None)
-        for name, outliers, text in (
-            ("outlier", self.outliers, "1 for each rank and metric that stands out."),
-            ("straggler", self.stragglers, "1 for each rank and metric bad in several reports."),
-        ):
-            samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in outliers]
-            families.append(family(name, "gauge", text, samples))
-        return "".join(families)
-
-    def _format_sections(self, ranks: Sequence[str] | None) -> Iterable[str]:
-        """Yield the families of the sections, with the labels of the ranks or ends and median."""
         sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}
-        per_iteration = 1e-3 / max(self.log_interval, 1)
-        relative, individual = self.relative_scores, self.individual_scores
-        for name, text, sections, factor in (
-            ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
-            ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
-            ("individual_score", "Best recent median over the current one.", individual, 1.0),
-        ):
-            samples: list[tuple[str, float]] = []
-            for section, values in sections.items():
-                label = labels(section=section)
-                of_samples, shown = ranks, values
-                if of_samples is None:
-                    rows = torch.frombuffer(array("d", values), dtype=torch.float64)[None]
-                    [((smallest, _), (largest, _))] = row_extremes(rows)
-                    of_samples, shown = _ENDS, (smallest, row_medians(rows)[0], largest)
-                samples += zip((f"{each},{label}" for each in of_samples), shown, strict=True)
-            yield family(name, "gauge", text, samples, factor)
+        return _format_metrics(self, sums, all_ranks)
 
 
 def throughput_ends(
@@ -353,20 +318,70 @@ def _make_plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     return value
 
 
+def _format_metrics(
+    report: StragglerReport, sums: Mapping[str, Sequence[float]], all_ranks: bool
+) -> str:
+    """Format a report, whose sections are not read, and the sum of each section in ms by rank."""
+    hosts = {host: labels(host=host) for host in set(report.hosts)}
+    by_rank = zip(report.ranks, report.hosts, strict=True)
+    ranks = [f'rank="{rank}",{hosts[host]}' for rank, host in by_rank]
+    families = [
+        family(name, "gauge", text, {"": (ranks, report.metrics[metric])}, factor)
+        for metric, (name, factor, text) in _GAUGES.items()
+        if metric in report.metrics
+    ]
+    per_iteration = 1e-3 / max(report.log_interval, 1)
+    relative, individual = report.relative_scores, report.individual_scores
+    for name, text, sections, factor in (
+        ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
+        ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
+        ("individual_score", "Best recent median over the current one.", individual, 1.0),
+    ):
+        samples = {
+            labels(section=section): (ranks, values) if all_ranks else (_ENDS, _find_ends(values))
+            for section, values in sections.items()
+        }
+        families.append(family(name, "gauge", text, samples, factor))
+    for name, outliers, text in (
+        ("outlier", report.outliers, "1 for each rank and metric that stands out."),
+        ("straggler", report.stragglers, "1 for each rank and metric bad in several reports."),
+    ):
+        named = [labels(rank=one.rank, metric=one.metric) for one in outliers]
+        families.append(family(name, "gauge", text, {"": (named, [1] * len(named))}))
+    return "".join(families)
+
+
+def _find_ends(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the minimum, the median and the maximum."""
+    rows = torch.frombuffer(array("d", values), dtype=torch.float64)[None]
+    [((smallest, _), (largest, _))] = row_extremes(rows)
+    return smallest, row_medians(rows)[0], largest
+
+
 def family(name: str, kind: str, text: str, samples: _Samples, factor: float = 1.0) -> str:
-    """Return one metric in Prometheus' text format 0.0.4: help, type, and samples with labels."""
+    """Return one metric in Prometheus' text format 0.0.4: help, type, and samples with labels.
+
+    ``samples`` has labels and values, by the further labels that they share.
+    """
     head = f"{_PREFIX}{name}"
-    lines = [f"# HELP {head} {text}", f"# TYPE {head} {kind}"]
-    for of_sample, value in samples:
-        number = f"{value * factor:.12g}"
-        number = _NOT_FINITE.get(number, number)
-        lines.append(f"{head}{{{of_sample}}} {number}" if of_sample else f"{head} {number}")
-    return "\n".join(lines) + "\n"
+    parts = [f"# HELP {head} {text}\n# TYPE {head} {kind}\n"]
+    for shared, (of_samples, values) in samples.items():
+        numbers = tuple(value * factor for value in values)
+        opened, closed = "{", f"{shared and ','}{shared}}}"
+        if of_samples == [""]:
+            opened = closed = ""
+        if numbers:  # formatted at once, since a call for each of many ranks takes long
+            lines = f"{closed} %.12g\n{head}{opened}".join(of_samples)
+            lines = f"{head}{opened}{lines}{closed} %.12g\n" % numbers
+            for python, prometheus in () if math.isfinite(sum(numbers)) else _NOT_FINITE:
+                lines = lines.replace(f" {python}\n", f" {prometheus}\n")
+            parts.append(lines)
+    return "".join(parts)
 
 
 def labels(**values: object) -> str:
-    """Return the labels of a sample, with their values escaped."""
-    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    """Return the labels of a sample for :func:`family`, with their values escaped."""
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n", "%": "%%"})
     return ",".join(f'{name}="{str(value).translate(escapes)}"' for name, value in values.items())
 
 
@@ -407,6 +422,13 @@ class RankComparison:
         self._last_times, self._last_medians = past.times, past.last_medians
         self.is_measuring = past.is_measuring
 
+    def to_prometheus(self, *, all_ranks: bool) -> str:
+        """See :meth:`StragglerReport.to_prometheus`. No object is made for each rank."""
+        sums = self._rows.matrix[:, SECTIONS_START + 1 :: STATS_PER_SECTION].t().tolist()
+        return _format_metrics(
+            self._bare_report, dict(zip(self._names, sums, strict=True)), all_ranks
+        )
+
     @cached_property
     def report(self) -> StragglerReport:
         """The report of all ranks."""
@@ -416,6 +438,11 @@ class RankComparison:
             name: tuple(map(SectionStats, map(int, counts), *times))
             for name, (counts, *times) in zip(self._names, columns, strict=True)
         }
+        return replace(self._bare_report, sections=sections)
+
+    @cached_property
+    def _bare_report(self) -> StragglerReport:
+        """The report without the statistics of the sections."""
         return StragglerReport(
             unix_time=self.unix_time,
             world_size=self.world_size,
@@ -423,7 +450,7 @@ class RankComparison:
             total_flops=self.total_flops,
             hosts=self._hosts,
             metrics=dict(zip(METRICS, map(tuple, self._metrics.tolist()), strict=True)),
-            sections=sections,
+            sections={},
             relative_scores=self._label_scores(relative_scores(self._medians)),
             individual_scores=self._label_scores(self._best_medians / self._medians),
             outliers=self._describe(
@@ -472,14 +499,8 @@ class RankComparison:
     def data(self) -> _StragglerData:
         """Return the extremes, and the throughput of the ranks that have a value."""
         ends: dict[str, _ValueWithRank] = {}
-        for name, metric in (
-            ("elapsed", "elapsed_ms"),
-            ("btime", "data_ms"),
-            ("temp", "temp_c"),
-            ("power", "power_w"),
-            ("util", "util_pct"),
-            ("clock", "clock_mhz"),
-        ):
+        names = ("elapsed", "btime", "temp", "power", "util", "clock")  # all but the throughput
+        for name, metric in zip(names, METRICS, strict=False):
             for side, value in zip(("min", "max"), self.extremes[metric], strict=True):
                 ends[f"{side}_{name}"] = _ValueWithRank(*value, METRICS[metric])
         by_rank = zip(self._metrics[-1].tolist(), self._rows.ranks, strict=True)
@@ -494,18 +515,9 @@ class RankComparison:
         outliers = []
         for row, index, z in places:
             values, median, scores = by_row[row]
-            outliers.append(
-                Outlier(
-                    self._past.row_names[row],
-                    rows.ranks[index],
-                    self._hosts[index],
-                    values[index],
-                    median,
-                    z,
-                    scores[index],
-                    self._devices[index],
-                )
-            )
+            name, host, device = self._past.row_names[row], self._hosts[index], self._devices[index]
+            numbers = values[index], median, z, scores[index]
+            outliers.append(Outlier(name, rows.ranks[index], host, *numbers, device))
         return tuple(outliers)
 
     def _read_judged_row(self, row: int) -> tuple[list[float], float, list[float]]:

@@ -97,7 +97,7 @@ class Team:
     def _merge_reports(
         self, cause: Exception | None, kind: type[errors.CheckpointingException]
     ) -> errors.CheckpointingException:
-        """Return an error with the reports of all failed ranks. One all-gather."""
+        """Return an error with the reports of all failed ranks. Two all-reduces."""
         report = None if cause is None else errors.describe_error(cause)
         if self.group is None:
             return kind(report)

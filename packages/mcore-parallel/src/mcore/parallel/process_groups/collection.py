@@ -21,7 +21,7 @@ from mcore.parallel.process_groups.creation import (
     GroupPlan,
     GroupSettings,
     LazyMesh,
-    SharedGroup,
+    Uses,
     groups_from_sizes,
     plan_groups,
 )
@@ -34,7 +34,7 @@ from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_d
 class _Owned:
     """The groups and meshes that a ProcessGroups created, and whether it was destroyed."""
 
-    shared: list[SharedGroup] = field(default_factory=list)
+    uses: Uses = field(default_factory=dict)
     lazy_meshes: dict[str, LazyMesh] = field(default_factory=dict)
     is_destroyed: bool = False
 
@@ -333,11 +333,11 @@ class ProcessGroups(_Owner):
         return kind(**values)
 
     @classmethod
-    def _build(cls, made: Mapping[str, Any], shared: list[SharedGroup]) -> ProcessGroups:
+    def _build(cls, made: Mapping[str, Any], uses: Uses) -> ProcessGroups:
         """Return an object with these fields. Meshes are made when they are first read."""
         lazy = {name: value for name, value in made.items() if isinstance(value, LazyMesh)}
         pgs = cls(**{name: value for name, value in made.items() if name not in lazy})
-        pgs._own(_Owned(shared, lazy))
+        pgs._own(_Owned(uses, lazy))
         for name in lazy:
             delattr(pgs, name)  # an unset slot makes Python call __getattr__
         return pgs
@@ -356,10 +356,10 @@ class ProcessGroups(_Owner):
             >>> pgs
             ProcessGroups(destroyed)
         """
-        shared = self._owned.shared
+        uses = self._owned.uses
         self._drop()
-        for group in shared:
-            group.release()
+        for groups, keys in uses.items():
+            groups.release(keys)
 
     def _drop(self) -> None:
         self._own(_Owned(is_destroyed=True))

@@ -6,12 +6,15 @@ parallelisms, and :func:`groups_from_sizes` makes all of them in one order.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,23 +28,24 @@ from mcore.parallel.process_groups.layout import (
     Choose,
     Layout,
     ParallelSizes,
+    RankLists,
     embedding_lists,
     hierarchical_lists,
     layouts_of_sizes,
     wanted_fields,
 )
+from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import (
     can_count_groups,
-    count_group,
+    count_groups,
     is_destroyed,
     is_distributed,
     job_timeout,
 )
 from mcore.tensor.device import available_accelerator
 
-Ranks = tuple[int, ...]
 Plan = TypeVar("Plan")
-_Key = tuple[Ranks, str, str]  # ranks, backend, timeout
+_Key = bytes  # the int64 ranks of a group: thousands of tuples would take seconds to handle
 
 NEEDS_INIT = (
     "needs torch.distributed, which is not initialised: "
@@ -84,46 +88,68 @@ class GroupSettings:
         return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
 
 
-class SharedGroup:
-    """One group, if this rank is in it, and the number of ProcessGroups that use it."""
+class SharedGroups:
+    """Groups that were made together, this rank's group if it is in one, and their users."""
 
     # A weak reference: torch keeps a group until it is destroyed. A longer reference would keep
     # its threads, which abort the interpreter's exit.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, keys: Iterable[_Key], own: _Key | None, group: dist.ProcessGroup | None
+    ) -> None:
+        self._users = dict.fromkeys(keys, 1)  # the number of ProcessGroups that use each
+        self._own = b"" if group is None or own is None else own
         self._group = None if group is None else weakref.ref(group)
-        self.users = 0
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group, or None if this rank is in none or it no longer exists."""
-        return None if self._group is None else self._group()
+    def find(self, key: _Key) -> dist.ProcessGroup | None:
+        """Return a group, or None if this rank is not in it or it no longer exists."""
+        return self._group() if self._group is not None and key == self._own else None
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether the group still exists. Always True on ranks outside, which cannot check."""
-        return self._group is None or not (self.group is None or is_destroyed(self.group))
+    def is_usable(self, key: _Key) -> bool:
+        """Return whether a group has users and still exists, which ranks outside cannot check."""
+        if key == self._own and ((group := self.find(key)) is None or is_destroyed(group)):
+            return False
+        return self._users[key] > 0
 
-    def release(self) -> None:
-        """End one use, and destroy the group after the last use."""
-        self.users -= 1
-        group = self.group
-        if self.users == 0 and group is not None and not is_destroyed(group):
+    def use(self, key: _Key) -> None:
+        """Count one more user of a group."""
+        self._users[key] += 1
+
+    def release(self, keys: Iterable[_Key]) -> None:
+        """End one use of each group. Destroy this rank's group after its last use."""
+        for key in keys:
+            self._users[key] -= 1
+        group = self.find(self._own)
+        if group is not None and not self._users[self._own] and not is_destroyed(group):
             dist.destroy_process_group(group)
 
 
+Uses = dict[SharedGroups, list[_Key]]
+_Settings = tuple[str, str]  # backend, timeout
 # The groups made in each world. Every rank records every group, also those it is not a member of.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, SharedGroup]] = (
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Settings, dict[_Key, SharedGroups]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _list_shareable() -> dict[_Key, SharedGroup]:
+def _list_shareable() -> dict[_Settings, dict[_Key, SharedGroups]]:
     """Return the groups of this world that can be shared, and drop destroyed groups."""
     made = _made.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
-    for key in [key for key, shared in made.items() if shared.users < 1 or not shared.is_usable]:
-        del made[key]
+    for groups in made.values():
+        for key in [key for key, shared in groups.items() if not shared.is_usable(key)]:
+            del groups[key]
     return made
+
+
+def _describe_shareable() -> list[tuple[_Settings, str]]:
+    """Return a text for the groups of each settings that can be shared."""
+    texts = []
+    for settings, groups in sorted(_list_shareable().items()):
+        keys = sorted(groups)
+        lengths = array("q", map(len, keys)).tobytes()
+        if keys:
+            texts.append((settings, hashlib.sha256(b"".join([*keys, lengths])).hexdigest()))
+    return texts
 
 
 def agree_on_plan(
@@ -141,10 +167,9 @@ def agree_on_plan(
         own = facts(plan)
     except Exception as own_error:
         error = own_error
-    made = _list_shareable()
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    if not require_equal(own, error, world, sorted(made) if made else ""):
-        made.clear()  # some ranks have destroyed groups that others still have: share none
+    if not require_equal(own, error, world, _describe_shareable()):
+        _made.pop(world)  # some ranks have destroyed groups that others still have: share none
     return cast("Plan", plan)
 
 
@@ -155,66 +180,81 @@ class GroupMaker:
     # size 1 or of full size have the same ranks.
 
     def __init__(self, settings: GroupSettings, *, share: bool = True) -> None:
-        self.used: dict[int, SharedGroup] = {}
+        self.used: Uses = {}
         self._settings = settings
         self._rank = dist.get_rank()
         # A rank is in few of the groups, and new_group takes 10 us for each of the others.
         self._counts_others = can_count_groups()
         self.timeout = settings.timeout or job_timeout()
-        self._key_end = settings.backend or "", str(self.timeout)
-        self._shared = _list_shareable() if share else {}
-        self._own: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
+        end = settings.backend or "", str(self.timeout)
+        self._shared = _list_shareable().setdefault(end, {}) if share else {}
+        # By options, the groups of this object's fields, None for those of other ranks.
+        self._known: dict[int, dict[_Key, dist.ProcessGroup | None]] = {}
         if self.timeout == job_timeout() and settings.backend in (None, dist.get_backend()):
             self.adopt([range(dist.get_world_size())], dist.group.WORLD)
 
-    def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
+    def adopt(self, lists: RankLists, group: dist.ProcessGroup | None) -> None:
         """Record existing groups. ``group`` is this rank's group, if it is in any of the lists."""
-        for ranks in rank_lists:
-            self._own.setdefault((tuple(ranks), 0), group if self._rank in ranks else None)
+        keys, own = self._read(lists)
+        known = self._known.setdefault(0, {})
+        for key in keys:
+            known.setdefault(key, group if key == own else None)
 
-    def knows(self, rank_lists: Iterable[Sequence[int]], name: str) -> bool:
+    def knows(self, lists: RankLists, name: str) -> bool:
         """Return whether every list has a group."""
         options = self._identify_options(name)
-        return all(
-            (ranks, options) in self._own or (not options and self._make_key(ranks) in self._shared)
-            for ranks in map(tuple, rank_lists)
-        )
+        known, shared = self._known.get(options, {}), {} if options else self._shared
+        return all(key in known or key in shared for key in self._read(lists)[0])
 
-    def group_of(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+    def group_of(self, lists: RankLists, name: str) -> dist.ProcessGroup | None:
         """Return this rank's group among disjoint lists, and create all missing groups."""
-        options_id = self._identify_options(name)
-        mine = None
-        for ranks in map(tuple, rank_lists):
-            if (ranks, options_id) not in self._own:
-                key = self._make_key(ranks)
-                shared = None if options_id else self._shared.get(key)
-                if shared is None:
-                    shared = SharedGroup(self._make_group(ranks, name))
-                    if not options_id:
-                        self._shared[key] = shared
-                if id(shared) not in self.used:
-                    self.used[id(shared)] = shared
-                    shared.users += 1
-                self._own[ranks, options_id] = shared.group
-            if self._rank in ranks:
-                mine = self._own[ranks, options_id]
-        return mine
+        options = self._identify_options(name)
+        known, shared = self._known.setdefault(options, {}), {} if options else self._shared
+        keys, own = self._read(lists)
+        needed = [key for key in keys if key not in known]
+        for key in needed:
+            if key in shared:
+                shared[key].use(key)
+                self.used.setdefault(shared[key], []).append(key)
+        if new := [key for key in needed if key not in shared]:
+            made = SharedGroups(new, own, self._make_groups(new, own, name))
+            shared.update(dict.fromkeys(new, made))
+            self.used[made] = new
+        known.update(dict.fromkeys(needed))
+        if own is not None and known[own] is None:
+            known[own] = shared[own].find(own)
+        return None if own is None else known[own]
 
-    def _make_group(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-        if self._counts_others and self._rank not in ranks:
-            count_group()
-            return None
-        made = dist.new_group(
-            list(ranks),
-            timeout=self.timeout,
-            backend=self._settings.backend,
-            pg_options=self._settings.options.get(name),
-            group_desc=f"mcore_{name}",
-        )
-        return made if self._rank in ranks else None
+    def _make_groups(
+        self, keys: list[_Key], own: _Key | None, name: str
+    ) -> dist.ProcessGroup | None:
+        """Make one group after the other. Return this rank's group, if it is in one."""
+        place = keys.index(own) if own in keys else len(keys)
+        group = None
+        count_groups(place if self._counts_others else 0)
+        for key in keys[place : place + 1] if self._counts_others else keys:
+            made = dist.new_group(
+                memoryview(key).cast("q").tolist(),
+                timeout=self.timeout,
+                backend=self._settings.backend,
+                pg_options=self._settings.options.get(name),
+                group_desc=f"mcore_{name}",
+            )
+            group = made if key == own else group
+        count_groups(len(keys[place + 1 :]) if self._counts_others else 0)
+        return group
 
-    def _make_key(self, ranks: Ranks) -> _Key:
-        return ranks, *self._key_end
+    def _read(self, lists: RankLists) -> tuple[list[_Key], _Key | None]:
+        """Return the key of each group, and the key of the group that this rank is in."""
+        if not isinstance(lists, torch.Tensor):
+            keys = [array("q", ranks).tobytes() for ranks in lists]
+            return keys, next(
+                (key for key, ranks in zip(keys, lists, strict=True) if self._rank in ranks), None
+            )
+        raw, width = bytes_of(lists), lists[:1].nbytes
+        own = (lists == self._rank).any(dim=1).nonzero().flatten().tolist()
+        keys = [raw[at : at + width] for at in range(0, len(raw), width)]
+        return keys, keys[own[0]] if own else None
 
     def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0
@@ -226,7 +266,7 @@ class GroupPlan:
 
     dense: Layout
     expert: Layout
-    table: dict[str, list[list[int]]]
+    table: dict[str, RankLists]
     hcp_levels: list[list[list[int]]]
     device_type: str
     facts: dict[str, object]  # the arguments, equal on all ranks
@@ -249,17 +289,17 @@ def plan_groups(
         raise RuntimeError(f"{', '.join(given)} {NEEDS_INIT}")
     dense, expert = layouts_of_sizes(sizes, world_size(), order)
     hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
-    lists: dict[tuple[str, ...], list[list[int]]] = {}  # by axes, which several fields share
-    table = {}
+    rows: dict[tuple[str, ...], torch.Tensor] = {}  # by axes, which several fields share
+    table: dict[str, RankLists] = {}
     for name in wanted:
         if name == "hcp":
             continue
         axes = FIELD_AXES[name]
-        if axes not in lists:
-            lists[axes] = (expert if name in EXPERT_FIELDS else dense).lists(axes)
-        table[name] = lists[axes]
+        if axes not in rows:
+            rows[axes] = (expert if name in EXPERT_FIELDS else dense).rows(axes)
+        table[name] = rows[axes]
         if name in EMBEDDING_FIELDS:
-            table[name] = embedding_lists(lists[axes], choices[name], name)
+            table[name] = embedding_lists(rows[axes].tolist(), choices[name], name)
     kind = device_type or default_device_type()
     facts = {
         **vars(sizes),
@@ -276,7 +316,7 @@ def plan_groups(
 
 def groups_from_sizes(
     make_plan: Callable[[], tuple[GroupPlan, GroupSettings]],
-) -> tuple[dict[str, Any], list[SharedGroup]]:
+) -> tuple[dict[str, Any], Uses]:
     """Make this rank's plan and its groups, or raise on all ranks if one rank cannot.
     Collective on the world group: one all-reduce (MAX of 64 int64), then creation in one order.
     """
@@ -289,7 +329,7 @@ def groups_from_sizes(
         if all(axis in made for axis in layout.axes):
             groups = [made[axis] for axis in layout.axes]
             made[name] = LazyMesh(layout, groups, plan.device_type)
-    return made, list(maker.used.values())
+    return made, maker.used
 
 
 @dataclass(frozen=True)

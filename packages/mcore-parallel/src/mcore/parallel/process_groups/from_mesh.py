@@ -20,7 +20,7 @@ from mcore.parallel.mesh import get_mesh_names
 from mcore.parallel.process_groups.creation import (
     GroupMaker,
     GroupSettings,
-    SharedGroup,
+    Uses,
     agree_on_plan,
 )
 from mcore.parallel.process_groups.layout import (
@@ -30,6 +30,7 @@ from mcore.parallel.process_groups.layout import (
     FIELD_AXES,
     Choose,
     Layout,
+    RankLists,
     embedding_lists,
     require_equal_pipelines,
 )
@@ -224,7 +225,7 @@ class _Part:
 
     mapped: MappedMesh
     dims: Dims
-    lists: list[list[int]]
+    lists: RankLists
     is_whole: bool = True  # all ranks along the dimensions, as in a flattened mesh
 
 
@@ -248,7 +249,7 @@ def plan_mesh(
     """Compute the ranks of the wanted groups and check the arguments. No communication."""
     dense, expert, named = map_meshes(mesh, expert_mesh, names)
     if expert is not None and expert_mesh is not None:
-        ours, theirs = (each.layout.lists(each.axes.get("pp", ())) for each in (dense, expert))
+        ours, theirs = (each.layout.rows(each.axes.get("pp", ())) for each in (dense, expert))
         require_equal_pipelines(ours, theirs, "the meshes")
     if is_chosen and "hcp" in wanted and "hcp" not in named:
         raise ValueError(
@@ -284,19 +285,20 @@ def _plan_field(
 ) -> list[_Part]:
     if name in named and name not in mapped.axes:
         levels = named[name] if name == "hcp" else [tuple(d for dims in named[name] for d in dims)]
-        return [_Part(mapped, dims, mapped.layout.lists(dims)) for dims in levels]
+        return [_Part(mapped, dims, mapped.layout.rows(dims)) for dims in levels]
     dims = mapped.combine(FIELD_AXES.get(name, ()))
     if dims is None:
         return []
-    lists = mapped.layout.lists(dims)
+    rows = mapped.layout.rows(dims)
     if name not in EMBEDDING_FIELDS:
-        return [_Part(mapped, dims, lists)]
-    return [_Part(mapped, dims, embedding_lists(lists, choices[name], name), is_whole=False)]
+        return [_Part(mapped, dims, rows)]
+    lists = embedding_lists(rows.tolist(), choices[name], name)
+    return [_Part(mapped, dims, lists, is_whole=False)]
 
 
 def groups_from_mesh(
     make_plan: Callable[[], tuple[MeshPlan, GroupSettings]],
-) -> tuple[dict[str, Any], list[SharedGroup]]:
+) -> tuple[dict[str, Any], Uses]:
     """Take the groups of the meshes' dimensions and create the wanted composites of them.
     Collective on the world group: one all-reduce (MAX of 64 int64), then creation in one order.
     """
@@ -313,7 +315,7 @@ def groups_from_mesh(
             # The groups of several ranks that torchtitan does not use are fake.
             is_used = group is None or group.size() == 1 or dist.get_backend(group) != "fake"
             if is_used or dist.get_backend() == "fake":
-                maker.adopt(mapped.layout.lists(dims), group)
+                maker.adopt(mapped.layout.rows(dims), group)
     made: dict[str, Any] = {"dense_mesh": dense.mesh}
     if expert.mesh is not dense.mesh:
         made["expert_mesh"] = expert.mesh
@@ -327,7 +329,7 @@ def groups_from_mesh(
                 f"rank {dist.get_rank()} is not in the mesh over ranks "
                 f"{mapped.mesh.mesh.tolist()}: only its members can use the groups"
             )
-    return made, list(maker.used.values())
+    return made, maker.used
 
 
 def _take_or_create(

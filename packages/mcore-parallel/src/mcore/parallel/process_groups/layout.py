@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch
 
 Choose: TypeAlias = "Callable[[list[int]], Sequence[int]]"  # among the ranks of a pipeline
+# The ranks of disjoint groups, in ascending order in each: int64 rows if all have one size.
+RankLists: TypeAlias = "torch.Tensor | Sequence[Sequence[int]]"
 
 # The axes of each group's field, the slowest first.
 DENSE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -65,16 +67,20 @@ class Layout:
         wanted = set(axes)
         return tuple(axis for axis in self.axes if axis in wanted)
 
-    def lists(self, axes: Iterable[str]) -> list[list[int]]:
-        """List the groups of ranks that differ only along ``axes``, each in ascending order."""
+    def rows(self, axes: Iterable[str]) -> torch.Tensor:
+        """Return groups of ranks that differ only along ``axes``: ascending rows of one tensor."""
         along = self.present(axes)
         members = prod(self.size(axis) for axis in along)
         sources = [self.axes.index(axis) for axis in along]
         moved = self.ranks.movedim(sources, list(range(-len(along), 0)))
-        rows: list[list[int]] = moved.reshape(-1, members).tolist()
-        for row in rows:  # faster than sorting the tensor, since most rows are sorted
-            row.sort()
-        return rows
+        rows = moved.reshape(-1, members).long()
+        is_ascending = bool((rows[:, 1:] > rows[:, :-1]).all())  # as in most layouts
+        return rows if is_ascending else rows.sort(dim=1).values
+
+    def lists(self, axes: Iterable[str]) -> list[list[int]]:
+        """Return the :meth:`rows` as lists."""
+        lists: list[list[int]] = self.rows(axes).tolist()
+        return lists
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layo
     expert = Layout.row_major(
         {EXPERT_NAMES.get(t, t): expert_sizes[t] for t in slowest_first if t in expert_sizes}
     )
-    require_equal_pipelines(dense.lists(["pp"]), expert.lists(["pp"]), f"order {order!r}")
+    require_equal_pipelines(dense.rows(["pp"]), expert.rows(["pp"]), f"order {order!r}")
     return dense, expert
 
 
@@ -146,12 +152,12 @@ def _parse_order(order: str, sizes: Iterable[Mapping[str, int]]) -> list[str]:
     return tokens + missing
 
 
-def require_equal_pipelines(
-    dense: Sequence[list[int]], expert: Sequence[list[int]], source: str
-) -> None:
+def require_equal_pipelines(dense: torch.Tensor, expert: torch.Tensor, source: str) -> None:
     """Raise ValueError when the pipeline groups of the two layouts differ."""
+    if torch.equal(dense, expert):
+        return
     nobody: list[int] = []
-    for mine, other in zip_longest(dense, expert, fillvalue=nobody):
+    for mine, other in zip_longest(dense.tolist(), expert.tolist(), fillvalue=nobody):
         if mine != other:
             raise ValueError(
                 f"the dense and the expert layout have different pp groups (from {source}): "

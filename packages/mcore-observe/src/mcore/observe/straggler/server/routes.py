@@ -39,7 +39,7 @@ class ControllerState:
         self._reports = 0
         self._refused = 0
         self._scalars: dict[str, float] = {}
-        self._last: RankComparison | None = None
+        self.last: RankComparison | None = None
         self._history: History | None = None
 
     def keep_history(self) -> History:
@@ -52,7 +52,7 @@ class ControllerState:
     @property
     def last_report(self) -> StragglerReport | None:
         """The last report. None before the first."""
-        last = self._last
+        last = self.last
         return None if last is None else last.report
 
     def status(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ControllerState:
                 "rank": self._rank,
                 "world_size": self._world_size,
                 "reports": self._reports,
-                "last_report_unix": None if self._last is None else self._last.unix_time,
+                "last_report_unix": None if self.last is None else self.last.unix_time,
             }
 
     def count_refusal(self) -> None:
@@ -83,17 +83,17 @@ class ControllerState:
         """Return the values that change between reports, in Prometheus' text format."""
         status = self.status()
         with self._lock:
-            refused, scalars = self._refused, list(self._scalars.items())
-        last = status["last_report_unix"]
-        made = [] if last is None else [("", last)]
-        named = [(labels(name=name), value) for name, value in scalars]
+            refused, scalars = self._refused, dict(self._scalars)
+        made = [time for time in [status["last_report_unix"]] if time is not None]
+        named, values = [labels(name=name) for name in scalars], [*scalars.values()]
         return "".join(
-            (
-                family("enabled", "gauge", "Whether ranges are timed.", [("", status["enabled"])]),
-                family("reports_total", "counter", "Reports so far.", [("", status["reports"])]),
-                family("refused_total", "counter", "Requests without the token.", [("", refused)]),
-                family("last_report_timestamp_seconds", "gauge", "Time of the report.", made),
-                family("training", "gauge", "Numbers of the training by name.", named),
+            family(name, kind, text, {"": samples})
+            for name, kind, text, samples in (
+                ("enabled", "gauge", "Whether ranges are timed.", ([""], [status["enabled"]])),
+                ("reports_total", "counter", "Reports so far.", ([""], [status["reports"]])),
+                ("refused_total", "counter", "Requests without the token.", ([""], [refused])),
+                ("last_report_timestamp_seconds", "gauge", "Time of the report.", ([""], made)),
+                ("training", "gauge", "Numbers of the training by name.", (named, values)),
             )
         )
 
@@ -124,7 +124,7 @@ class ControllerState:
         with self._lock:
             self._enabled = enabled
             if comparison is not None:
-                self._last = comparison
+                self.last = comparison
                 self._reports += 1
 
 
@@ -254,7 +254,7 @@ class Router:
         return _accept(self._state.toggle())
 
     def _answer_report(self, query: str) -> Answer:
-        rendered = self._render("report", StragglerReport.to_json)
+        rendered = self._render("report", lambda comparison: comparison.report.to_json())
         if rendered is None:
             return error_answer(HTTPStatus.NOT_FOUND, "no report yet")
         return Answer(HTTPStatus.OK, rendered.text, _JSON, rendered.packed)
@@ -270,7 +270,7 @@ class Router:
         live = self._state.live_metrics()
         rendered = self._render(
             "all" if all_ranks else "metrics",
-            lambda report: report.to_prometheus(all_ranks=all_ranks),
+            lambda comparison: comparison.to_prometheus(all_ranks=all_ranks),
         )
         if rendered is None:
             return Answer(HTTPStatus.OK, live, _PROMETHEUS)
@@ -278,16 +278,16 @@ class Router:
         packed = gzip.compress(live.encode(), 1) + rendered.packed
         return Answer(HTTPStatus.OK, live + rendered.text, _PROMETHEUS, packed)
 
-    def _render(self, form: str, render: Callable[[StragglerReport], str]) -> _Rendered | None:
+    def _render(self, form: str, render: Callable[[RankComparison], str]) -> _Rendered | None:
         """Render the last report, once for all clients. None before the first report."""
         with self._lock:
-            report = self._state.last_report
-            if report is None:
+            last = self._state.last
+            if last is None:
                 return None
             rendered = self._rendered.get(form)
-            if rendered is None or rendered.report is not report:
-                text = render(report)
-                rendered = _Rendered(report, text, gzip.compress(text.encode(), 1))
+            if rendered is None or rendered.source is not last:
+                text = render(last)
+                rendered = _Rendered(last, text, gzip.compress(text.encode(), 1))
                 self._rendered[form] = rendered
             return rendered
 
@@ -296,7 +296,7 @@ class Router:
 class _Rendered:
     """A report as text, plain and packed with gzip."""
 
-    report: StragglerReport
+    source: RankComparison
     text: str
     packed: bytes
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -63,6 +65,7 @@ class ShardRecord(NamedTuple):
 
 
 _FIELDS, _TEXTS, _SHAPES = 8, (0, 1, 3), (4, 5, 6)  # of a record: number, and places by type
+_EQUAL = ("dtype", "global_shape", "prepend_axis_num")  # in all records of a tensor
 RankedRecord = tuple[int, ShardRecord]
 
 
@@ -110,28 +113,38 @@ def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> li
         ["tensor 'w': ranks 0-1 write the same shard, offset (0,) shape (4,). Give all but one a \
 replica_id other than 0"]
     """
-    records_of: dict[str, dict[str, list[RankedRecord]]] = {}  # by kind and key
-    none: list[RankedRecord] = []
-    for rank, records in enumerate(list_of_rank_metadata):
-        for record in records:
-            inside = records_of.setdefault(record.kind, {})
-            if record.kind == "common":
-                inside[record.key] = none  # only its name is checked
-            else:
-                inside.setdefault(record.key, []).append((rank, record))
-    kinds = sorted(records_of)
-    counts = Counter(key for kind in kinds for key in records_of[kind])
+    # Each of perhaps millions of records is read once, to add its box to those with equal facts.
+    # Ranks are needed only if a key may have a problem.
+    boxes: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    read_facts = attrgetter(*_EQUAL)
+    for records in list_of_rank_metadata:
+        for one in records:
+            box, facts = one.global_offset + one.shard_shape, read_facts(one)
+            boxes[one.kind, one.key, facts, one.is_written, len(one.global_offset), len(box)] += box
+    found: dict[str, dict[str, list[tuple[Any, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for (kind, key, *facts_of_boxes), numbers in boxes.items():
+        found[kind][key].append((*facts_of_boxes, numbers))
+    kinds = sorted(found)
+    counts = Counter(key for kind in kinds for key in found[kind])
     problems = [
-        f"{key!r} names a {' and a '.join(kind for kind in kinds if key in records_of[kind])} "
+        f"{key!r} names a {' and a '.join(kind for kind in kinds if key in found[kind])} "
         "entry at the same time. Rename one"
         for key in sorted(counts)
         if counts[key] > 1
     ]
-    records_of.pop("common", None)
-    for kind, inside in sorted(records_of.items()):
+    suspects: dict[tuple[str, str], list[RankedRecord]] = {
+        (kind, key): []
+        for kind in kinds
+        for key in sorted(found[kind])
+        if not (kind == "common" or (kind == "tensor" and _is_whole_grid(found[kind][key])))
+    }
+    for rank, records in enumerate(list_of_rank_metadata if suspects else ()):
+        for record in records:
+            if (record.kind, record.key) in suspects:
+                suspects[record.kind, record.key].append((rank, record))
+    for (kind, key), ranked in suspects.items():
         check = _find_tensor_problems if kind == "tensor" else _find_object_problems
-        for key in sorted(inside):
-            problems += [f"{kind} {key!r}: {text}" for text in check(inside[key])]
+        problems += [f"{kind} {key!r}: {text}" for text in check(ranked)]
     return problems
 
 
@@ -241,8 +254,36 @@ def decode_records(packed: bytes) -> list[ShardRecord]:
     return list(map(ShardRecord, *columns))
 
 
+def _is_whole_grid(found: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether shards of one shape, each written once, make up a tensor. A quick check.
+
+    ``found`` has facts of boxes, whether they are written, numbers of axes, and all their numbers.
+    """
+    shape = found[0][0][_EQUAL.index("global_shape")]
+    axes, written = len(shape), [one for one in found if one[1]]
+    if len({facts for facts, *_ in found}) > 1 or len(written) != 1 or not axes:
+        return False
+    *_, axes_of_offset, axes_of_box, numbers = written[0]
+    if (axes_of_offset, axes_of_box) != (axes, 2 * axes):
+        return False
+    try:
+        table = torch.frombuffer(array("q", [*shape, *numbers]), dtype=torch.int64)
+    except (OverflowError, TypeError):
+        return False
+    whole, (starts, sizes) = table[:axes], table[axes:].view(-1, 2, axes).unbind(1)
+    size = sizes[0]
+    if not (sizes == size).all() or (size < 1).any() or (whole % size).any():
+        return False
+    grid, is_inside_grid = (whole // size).tolist(), (starts >= 0) & (starts < whole)
+    if prod(grid) != len(starts) or (starts % size).any() or not is_inside_grid.all():
+        return False
+    is_written = torch.zeros(grid, dtype=torch.bool, device="cpu")
+    is_written[(starts // size).unbind(1)] = True
+    return bool(is_written.all())
+
+
 def _find_tensor_problems(records: list[RankedRecord]) -> list[str]:
-    different = _find_differences(records, ("dtype", "global_shape", "prepend_axis_num"))
+    different = _find_differences(records, _EQUAL)
     if different:
         return different
     outside = [
@@ -270,7 +311,12 @@ def _find_object_problems(records: list[RankedRecord]) -> list[str]:
 
 
 def _find_differences(records: list[RankedRecord], names: Sequence[str]) -> list[str]:
-    values = [(rank, name, getattr(record, name)) for name in names for rank, record in records]
+    values = [
+        (rank, name, getattr(record, name))
+        for name in names
+        if len({getattr(record, name) for _, record in records}) > 1
+        for rank, record in records
+    ]
     return [
         f"{name} differs: "
         + "; ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in found.items())

@@ -259,7 +259,11 @@ class GlobalPlan:
             seen: set[bytes] = set()
             ranks = []
             for rank, description in enumerate(self._ranks):
-                records = [write.record for write in self.iterate_writes(rank)]
+                records, flags = [*self._shards[rank]], self.flags[rank]
+                # Usually a rank writes all of its shards, which have the first flags, and no more.
+                more = any(flags[len(records) :]) or (rank == 0 and self.merged)
+                if more or flags.count(WRITTEN) < len(records):
+                    records = [write.record for write in self.iterate_writes(rank)]
                 if not skips_repeats or description.others not in seen:
                     seen.add(description.others)
                     records += validation.decode_records(description.others)
