@@ -26,9 +26,9 @@ from mcore.parallel.checkpoint.errors import merge_reports
 from mcore.parallel.checkpoint.files import manifest as manifests
 from mcore.parallel.checkpoint.files.places import place_of
 from mcore.parallel.checkpoint.files.reader import CheckedReader
+from mcore.parallel.checkpoint.planning.description import describe_leaves, encode_records
 from mcore.parallel.checkpoint.planning.staging import list_candidates
-from mcore.parallel.checkpoint.planning.validation import encode_records
-from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
+from mcore.parallel.checkpoint.planning.writers import GlobalPlan
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from scale.meter import Item, Meter
 

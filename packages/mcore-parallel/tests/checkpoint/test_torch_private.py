@@ -8,12 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.tensor_memory import bytes_of
-from mcore.parallel.torch_compat import (
-    METADATA_FILE,
-    dtensor_chunk,
-    group_timeout,
-    split_factor,
-)
+from mcore.parallel.torch_compat import METADATA_FILE, group_timeout
 from rank_testing import run_ranks
 
 
@@ -32,8 +27,10 @@ def chunk_of_a_dtensor() -> tuple[object, ...]:
     tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
     long = datetime.timedelta(seconds=777)  # no other group has it
     assert group_timeout(dist.new_group(timeout=long)) == long
-    factors = [split_factor(p) for p in (Shard(0), Replicate(), _StridedShard(0, split_factor=2))]
-    return dist.get_rank(), dtensor_chunk(tensor), factors
+    placements = (Shard(0), Replicate(), _StridedShard(0, split_factor=2))
+    factors = [getattr(placement, "split_factor", None) for placement in placements]
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return dist.get_rank(), (tuple(chunk.offsets), tuple(chunk.sizes)), factors
 
 
 def test_chunk_and_split_factor_of_dtensors() -> None:

@@ -40,14 +40,16 @@ def max_or_raise(
     error: Exception | None,
     group: dist.ProcessGroup,
     facts: str = "",
+    device: torch.device | None = None,
 ) -> list[int]:
     """Return the ranks' largest numbers. An error of one rank is raised on all with kind and text.
     No tensor is waited for before the all-reduce.
 
     One all-reduce (MAX of 64 int64), and one more for numbers that do not fit. ``facts`` and the
     number of numbers must be equal on all ranks without an error, else all raise ValueError.
+    ``device`` is the result of :func:`comm_device`, if the caller has it.
     """
-    size, device = group.size(), comm_device(group)
+    size, device = group.size(), device or comm_device(group)
     place = 0 if error is None else size - group.rank()  # largest for the first rank that failed
     digest = text_digest(f"{len(numbers)} {facts}") if error is None else 0
     block = [place, digest, -digest, *([] if error else numbers)][:_BLOCK]

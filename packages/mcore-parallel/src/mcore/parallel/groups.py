@@ -53,9 +53,9 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     """Return a group of this rank, also from a 1-D mesh, or None if there is no parallelism."""
     if group is None:
         return None
-    reject_destroyed(group)
     if is_collection(group):
         raise TypeError(f"got a {type(group).__name__} as a process group: pass a group of it")
+    reject_destroyed(group)
     if not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 METADATA_FILE = ".metadata"
 
@@ -164,17 +160,6 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         raise RuntimeError("this version of torch cannot join meshes")
     joined: DeviceMesh = join(list(meshes))
     return joined
-
-
-def dtensor_chunk(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and shape of this rank's part of a DTensor, as torch's checkpoints see it."""
-    [chunk] = cast("Any", tensor).__create_chunk_list__()
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def split_factor(placement: Placement) -> int | None:
-    """Return the split factor of a strided shard (FSDP2 over tensor parallelism), else None."""
-    return cast("int | None", getattr(placement, "split_factor", None))
 
 
 def file_part_type() -> Any:

@@ -25,12 +25,8 @@ from mcore.parallel.checkpoint import (
     validate_plans,
     validate_sharding_integrity,
 )
-from mcore.parallel.checkpoint.planning.validation import (
-    Box,
-    decode_records,
-    encode_records,
-    overlapping_pairs,
-)
+from mcore.parallel.checkpoint.planning.description import decode_records, encode_records
+from mcore.parallel.checkpoint.planning.validation import Box, overlapping_pairs
 from rank_testing import run_ranks
 
 

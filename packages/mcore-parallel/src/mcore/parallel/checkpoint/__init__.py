@@ -26,8 +26,8 @@ from mcore.parallel.checkpoint.hugging_face.hf_folder import load_hf, save_hf
 from mcore.parallel.checkpoint.hugging_face.names import HFTensor, gpt2_names, llama_names
 from mcore.parallel.checkpoint.load import load_sharded_state_dict
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.planning.description import ShardRecord
 from mcore.parallel.checkpoint.planning.validation import (
-    ShardRecord,
     describe_shards,
     validate_plans,
     validate_sharding_integrity,

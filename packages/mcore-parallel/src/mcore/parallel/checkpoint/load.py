@@ -228,8 +228,10 @@ def load_opened(
 
     with name_checkpoint("load", directory):
         (reader, plan), expected = team.agree_max(plan_reads, checkpoint.num_keys, are_flags=True)
-        keys = checkpoint.index.keys
-        extra = [key for key, flag in zip(keys, expected, strict=True) if not flag]
+        extra: list[str] = []
+        if not all(expected):
+            keys = checkpoint.index.keys
+            extra = [key for key, flag in zip(keys, expected, strict=True) if not flag]
         if selection is not None:
             selection.report.unused += extra
             extra = [] if selection.is_partial else extra

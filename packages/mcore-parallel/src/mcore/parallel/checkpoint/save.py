@@ -48,6 +48,7 @@ from mcore.parallel.checkpoint.files.places import (
 )
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning import staging, writers
+from mcore.parallel.checkpoint.planning.description import describe_leaves
 from mcore.parallel.checkpoint.sharded import ShardedTensor
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -211,8 +212,8 @@ def _describe(
     if team.is_first:
         directory.reserve(final)
     leaves = staging.list_candidates(entries, team.size)
-    staging.reject_unsavable([leaf for leaf in leaves if not isinstance(leaf, staging.CommonValue)])
-    description = writers.describe_leaves(
+    staging.reject_unsavable(leaves, ShardedTensor)
+    description = describe_leaves(
         entries,
         leaves,
         team.size,
@@ -246,7 +247,7 @@ def _take(
 
     They are copied to the CPU for an asynchronous save, else taken when they are written.
     """
-    written, compared = dict[int, staging.Candidate](), []
+    written, compared = dict[int, staging.Candidate](), list[staging.Candidate]()
     for number, leaf in enumerate(leaves):
         is_empty = isinstance(leaf, ShardedTensor) and not prod(leaf.local_shape)
         if flags[number] & writers.PER_RANK and isinstance(leaf, staging.CommonValue):
@@ -254,15 +255,14 @@ def _take(
         elif flags[number] & writers.WRITTEN and not is_empty:
             written[number] = leaf
         if flags[number] & writers.COMPARED:
-            compared.append(staging.digest_of(staging.tensor_of(leaf)))
-    common = [one for one in written.values() if isinstance(one, staging.CommonValue)]
-    staging.reject_unsavable(common)
+            compared.append(leaf)
+    staging.reject_unsavable(written.values(), staging.CommonValue)
     if plan is not None:
         written.update(enumerate(plan.merged, len(leaves)))
-    order = sorted(written, key=lambda number: staging.is_tensor(written[number]))
-    options_of = {"is_copied": options.async_, "weights_only": options.weights_only}
-    contents = (staging.take_content(number, written[number], **options_of) for number in order)
-    return list(contents) if options.async_ else contents, b"".join(compared)
+    contents = staging.take_contents(
+        written, is_copied=options.async_, weights_only=options.weights_only
+    )
+    return list(contents) if options.async_ else contents, staging.digest_shards(compared)
 
 
 def _write_and_publish(
@@ -360,18 +360,19 @@ def _publish(
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     ends = [_RESULT.size + length for _, length in headers]
-    plan.compare_shards([result[end:] for result, end in zip(results, ends, strict=True)])
-    keys, files = plan.name_pieces(
-        [
-            (save.file_of(rank).name, _PIECE.iter_unpack(results[rank][_RESULT.size : end]))
-            for rank, end in enumerate(ends)
-        ]
-    )
+    digests = [result[end:] for result, end in zip(results, ends, strict=True)]
+    located = [
+        (save.file_of(rank).name, _PIECE.iter_unpack(results[rank][_RESULT.size : end]))
+        for rank, end in enumerate(ends)
+    ]
+    plan.compare_shards(digests)
+    keys, files = plan.name_pieces(located)
+    paths = plan.merge_paths()
     sizes = {name: pieces[-1][1].at + pieces[-1][1].length for name, pieces in files.items()}
     for _, problem in size_problems(save.folder, sizes):
         raise CheckpointingException(f"{problem} (all ranks must write to one shared file system)")
     metadata, stored = describe_for_torch(keys)
-    metadata.planner_data = plan.merge_paths()
+    metadata.planner_data = paths
     metadata.storage_meta = StorageMeta(str(save.final), modules=[OUR_MARK])
     part = file_part_type()
     metadata.storage_data = {

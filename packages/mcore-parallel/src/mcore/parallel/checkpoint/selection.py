@@ -89,30 +89,35 @@ class Selection:
     def choose(self, entries: Entries, keys: Collection[str]) -> Entries:
         """Return the leaves to load, by their names in the checkpoint. The others stay local."""
         chosen = Entries([], [], {}, list(entries.local))
+        every = [shard.key for _, shard in entries.tensors]
+        every += [one.unique_key for _, one in entries.objects]
+        names = {key: self.stored_name(key) for key in [*every, *entries.common] if self.takes(key)}
+        lacking = set(names.values()).difference(filter(keys.__contains__, names.values()))
+        self.report.missing += [key for key, name in names.items() if name in lacking]
+        self.report.loaded |= {key: name for key, name in names.items() if name not in lacking}
 
-        def choose(key: str, path: Any, present: Any) -> str | None:
-            if not self.takes(key):
-                chosen.local.append((path, present))
-                self.report.left.append(key)
-                return None
-            name = self.stored_name(key)
-            if name in keys:
-                self.report.loaded[key] = name
-            else:
-                self.report.missing.append(key)
-            return name
+        def leave(key: str, path: Any, present: Any) -> None:
+            chosen.local.append((path, present))
+            self.report.left.append(key)
 
         for path, shard in entries.tensors:
-            if (name := choose(shard.key, path, shard.data)) is not None:
-                chosen.tensors.append((path, replace(shard, key=name)))
+            if (name := names.get(shard.key)) is None:
+                leave(shard.key, path, shard.data)
+            else:
+                renamed = shard if name == shard.key else replace(shard, key=name)
+                chosen.tensors.append((path, renamed))
         for path, one in entries.objects:
-            if (name := choose(one.unique_key, path, one.data)) is not None:
+            if (name := names.get(one.unique_key)) is None:
+                leave(one.unique_key, path, one.data)
+            else:
                 old = one.unique_key.removeprefix(one.key)
                 chosen.objects.append((path, replace(one, key=name.removesuffix(old))))
         for key, (path, value) in entries.common.items():
-            if (name := choose(key, path, value)) is not None:
-                if name in chosen.common:
-                    raise CheckpointingException(f"two keys have the name {name!r} by rename")
+            if (name := names.get(key)) is None:
+                leave(key, path, value)
+            elif name in chosen.common:
+                raise CheckpointingException(f"two keys have the name {name!r} by rename")
+            else:
                 chosen.common[name] = (path, value)
         chosen.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset))
         return chosen

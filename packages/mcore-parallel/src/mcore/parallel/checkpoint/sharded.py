@@ -327,7 +327,8 @@ class ShardedTensor(ShardedBase):
         if self.data is not None and self.data.dtype != self.dtype:
             return f"dtype is {self.dtype} but data has {self.data.dtype}"
         if self.data is not None:
-            found = to_local_if_dtensor(self.data).shape
+            # Not to_local_if_dtensor: a shape needs no wait for the tensor.
+            found = getattr(self.data, "_local_tensor", self.data).shape
             if found != self.local_shape:
                 return f"local_shape is {self.local_shape} but data has {tuple(found)}"
         ndim = len(self.local_shape) + self.prepend_axis_num

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
 from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedBase, ShardedTensor
-from mcore.parallel.torch_compat import dtensor_chunk, split_factor
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -64,7 +63,9 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             f"a state dict must be a dict, got {type(state_dict).__name__}"
         )
     entries = Entries([], [], {}, [])
-    for path, value in _iterate_leaves((), state_dict):
+    leaves = list(_iterate_leaves((), state_dict))
+    are_dtensors = [is_dtensor(value) for _, value in leaves]
+    for (path, value), is_shard in zip(leaves, are_dtensors, strict=True):
         name = dotted(path)
         if isinstance(value, ShardedTensor):
             value.validate_metadata_integrity()
@@ -73,8 +74,8 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
             entries.objects.append((path, value))
         elif isinstance(value, LocalNonpersistentObject):
             entries.local.append((path, value.unwrap()))
-        elif is_dtensor(value):
-            entries.tensors.append((path, bare_shard(value, name)))
+        elif is_shard:
+            entries.tensors.append((path, _bare_shard_of_dtensor(value, name)))
         elif _is_of_megatron(value):
             raise CheckpointingException(
                 f"{name!r} has an entry of Megatron-LM's dist_checkpointing. Convert the state "
@@ -104,10 +105,15 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
 def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
     """Describe a tensor that several ranks may hold as equal replicas, one of which is written."""
     if is_dtensor(tensor):
-        shard, mesh_size = shard_of_dtensor(tensor, key), tensor.device_mesh.size()
-    else:
-        shard, mesh_size = ShardedTensor.from_rank_offsets(key, tensor), 1
-    setattr(shard, MESH_SIZE, mesh_size)
+        return _bare_shard_of_dtensor(tensor, key)
+    shard = ShardedTensor.from_rank_offsets(key, tensor)
+    setattr(shard, MESH_SIZE, 1)
+    return shard
+
+
+def _bare_shard_of_dtensor(tensor: DTensor, key: str) -> ShardedTensor:
+    shard = shard_of_dtensor(tensor, key)
+    setattr(shard, MESH_SIZE, tensor.device_mesh.size())
     return shard
 
 
@@ -129,7 +135,7 @@ def shard_of_dtensor(
     counts = [1] * tensor.ndim  # shards along each axis, by the later mesh dimensions
     for mesh_dim in reversed(range(len(placements))):
         axis = getattr(placements[mesh_dim], "dim", None)
-        factor = split_factor(placements[mesh_dim])
+        factor = getattr(placements[mesh_dim], "split_factor", None)
         if axis is None:
             continue
         # FSDP2 over tensor parallelism cuts in the opposite order of the mesh and marks its shards
@@ -142,14 +148,14 @@ def shard_of_dtensor(
         counts[axis] *= mesh.size(mesh_dim)
     # By the global shape, so that all ranks agree, also those with a whole shard.
     is_uneven = any(size % count for size, count in zip(tensor.shape, counts, strict=True))
-    offset, shape = dtensor_chunk(tensor)
+    [chunk] = cast("Any", tensor).__create_chunk_list__()  # as torch's checkpoints cut it
     shard = ShardedTensor(
         key=key,
         data=tensor,
         dtype=tensor.dtype,
-        local_shape=shape,
-        global_shape=tuple(tensor.shape),
-        global_offset=offset,
+        local_shape=chunk.sizes,
+        global_shape=tensor.shape,
+        global_offset=chunk.offsets,
         axis_fragmentations=None if is_uneven else tuple(counts),
         replica_id=(0, 0, replica_index(tensor)) if replica_id is None else replica_id,
         **fields,
@@ -221,16 +227,6 @@ def _is_of_megatron(value: Any) -> bool:
 def dotted(path: Path) -> str:
     """Return the name of a leaf: the parts of its path, joined by dots."""
     return ".".join(map(str, path))
-
-
-def named_paths(entries: Entries) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each leaf with a path of text and numbers, text first."""
-    named = [(shard.key, path) for path, shard in entries.tensors]
-    named += [(one.unique_key, path) for path, one in entries.objects]
-    named += [(name, path) for name, (path, _) in entries.common.items()]
-    for name, path in named:
-        if type(path[0]) is str and set(map(type, path)) <= {str, int}:
-            yield name, path
 
 
 def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:

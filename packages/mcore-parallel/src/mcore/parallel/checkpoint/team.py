@@ -29,7 +29,7 @@ class Team:
     rank: int
     size: int
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes the files that exist once."""
         return self.rank == 0
@@ -70,7 +70,7 @@ class Team:
                     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
                     combined = list(bytes_of(message))
                 else:
-                    combined = max_or_raise(combined, None, self.group)
+                    combined = max_or_raise(combined, None, self.group, device=self._device)
         failure, *combined = combined
         if failure:
             kind = errors.DamagedCheckpointError if failure == 1 else errors.CheckpointingException

@@ -104,9 +104,12 @@ class CheckedReader:
         """Read the tensors of a plan into their targets. ``report`` gets the bytes of each."""
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for name, wanted in self._group_by_file(items):
+            targets = [planner.resolve_tensor(item) for one in wanted for item in one.items]
+            end = 0
             with places.open_regular(self._directory / name) as stream:
                 for one in wanted:
-                    self._read_tensor(stream, one, planner)
+                    start, end = end, end + len(one.items)
+                    self._read_tensor(stream, one, targets[start:end], planner)
                     report(one.piece.length)
 
     def _group_by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
@@ -151,7 +154,9 @@ class CheckedReader:
                 f"{places.hint_at_another(cause)}"
             ) from cause
 
-    def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
+    def _read_tensor(
+        self, stream: io.RawIOBase, wanted: _Wanted, targets: list[torch.Tensor], planner: Any
+    ) -> None:
         piece, dtype = wanted.piece, wanted.dtype
         is_checked_while_copied = self._verify == "while_reading" and self._index.has_checksums
         if self._verify == "while_reading" and not is_checked_while_copied:
@@ -163,8 +168,8 @@ class CheckedReader:
                 self._read_archive(stream, wanted, planner)
             return
         parts = [
-            pieces.Part(tuple(item.storage_offsets), planner.resolve_tensor(item))
-            for item in wanted.items
+            pieces.Part(tuple(item.storage_offsets), target)
+            for item, target in zip(wanted.items, targets, strict=True)
         ]
         scratch = self._scratch
         if not all(part.target.is_cpu for part in parts):

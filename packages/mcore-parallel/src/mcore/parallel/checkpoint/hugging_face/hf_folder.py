@@ -36,8 +36,14 @@ from mcore.parallel.checkpoint.files.directory import LocalSave, reserve, sync_f
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, local_path, open_regular, read_regular
 from mcore.parallel.checkpoint.hugging_face.names import Names, find_rule
-from mcore.parallel.checkpoint.planning.staging import data_problem, list_candidates, tensor_of
-from mcore.parallel.checkpoint.planning.writers import WRITTEN, GlobalPlan, describe_leaves
+from mcore.parallel.checkpoint.planning.description import describe_leaves
+from mcore.parallel.checkpoint.planning.staging import (
+    data_problem,
+    list_candidates,
+    list_local,
+    view_box,
+)
+from mcore.parallel.checkpoint.planning.writers import WRITTEN, GlobalPlan
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.save import save_sharded_state_dict
 from mcore.parallel.checkpoint.selection import LoadReport, Selection
@@ -248,7 +254,8 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
             left.append(key)
             continue
         shard = bare_shard(leaf, key) if isinstance(leaf, torch.Tensor) else leaf
-        local = tensor_of(shard) if isinstance(shard, ShardedTensor) else None
+        [held] = list_local([shard])
+        local = None if held is None else view_box(shard, held)
         problem = (
             "is no parameter, buffer or tensor with data" if local is None else data_problem(local)
         )

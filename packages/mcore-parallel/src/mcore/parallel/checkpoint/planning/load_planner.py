@@ -20,11 +20,11 @@ from mcore.parallel.checkpoint import state_tree
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.manifest import Box
 from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning.staging import list_local
 from mcore.parallel.checkpoint.planning.validation import have_shared_elements
 from mcore.parallel.checkpoint.selection import Selection
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.shortened import titled_list
-from mcore.tensor.dtensor import to_local_if_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -241,10 +241,12 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _plan_tensors(self) -> list[ReadItem]:
         items: list[ReadItem] = []
-        for key, group in groupby(self._entries.tensors, key=lambda entry: entry[1].key):
+        tensors = self._entries.tensors
+        every = zip(tensors, list_local([shard for _, shard in tensors]), strict=True)
+        for key, group in groupby(every, key=lambda one: one[0][1].key):
             targets = []
-            for path, shard in group:
-                self._results[path], target = _make_target(shard)
+            for ((path, shard), local), (_, shape) in zip(group, self.boxes[key], strict=True):
+                self._results[path], target = _make_target(shard, local, shape)
                 if self._is_lacking(key, target):
                     self._results[path] = shard.data
                 targets.append(target)
@@ -302,7 +304,7 @@ class ShardedLoadPlanner(LoadPlanner):
             )
         for target, inside in zip(targets, boxes, strict=True):
             elements = sum(prod(lengths) for _, lengths in inside)
-            if have_shared_elements(inside):
+            if len(inside) > 1 and have_shared_elements(inside):
                 self._problems.append(
                     f"key {key!r}: pieces in the checkpoint overlap. It was not saved by this "
                     "package, or changed since. Take another checkpoint"
@@ -328,23 +330,25 @@ class ShardedLoadPlanner(LoadPlanner):
             )
 
 
-def _make_target(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
+def _make_target(
+    shard: ShardedTensor, local: torch.Tensor | None, shape: Shape
+) -> tuple[torch.Tensor, Target]:
     """Return the result of a load for a shard, new if it has no data, and the target in it."""
     data = shard.data
-    if data is None:
-        data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
+    if data is None or local is None:
+        data = local = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
     if data.is_meta:
         raise CheckpointingException(
             f"key {shard.key!r} is on the meta device. Materialise it before the load, with "
             "module.to_empty(device=...) for instance"
         )
-    local = to_local_if_dtensor(data).detach()
+    local = local.detach()
     _require_fillable(shard.key, local)
     inside = Target(
         local[(None,) * shard.prepend_axis_num + (...,)],
         shard.global_shape,
         shard.global_offset,
-        shard.shard_shape,
+        shape,
         shard.allow_shape_mismatch,
     )
     return data, inside

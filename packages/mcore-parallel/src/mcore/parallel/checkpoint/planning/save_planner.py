@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import planner
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import describe_for_torch
 from mcore.parallel.checkpoint.planning import staging
-from mcore.parallel.checkpoint.planning.validation import encode_records
-from mcore.parallel.checkpoint.planning.writers import GlobalPlan, describe_leaves
+from mcore.parallel.checkpoint.planning.description import describe_leaves, encode_records
+from mcore.parallel.checkpoint.planning.writers import GlobalPlan
 from mcore.parallel.checkpoint.sharded import ShardedTensor
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 
@@ -78,8 +78,8 @@ class ShardedSavePlanner(planner.SavePlanner):
                 continue
             if isinstance(leaf, ShardedTensor) and leaf.data is None:
                 raise CheckpointingException(f"{leaf.key!r} {staging.data_problem(None)}")
-            content = staging.take_content(
-                0, leaf, is_copied=False, weights_only=self._weights_only
+            [content] = staging.take_contents(
+                {0: leaf}, is_copied=False, weights_only=self._weights_only
             )
             items.append(_plan_write(leaf, content))
             self._sources[items[-1].index] = content.source

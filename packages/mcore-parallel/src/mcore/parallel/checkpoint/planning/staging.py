@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -93,60 +93,66 @@ def _cut_boxes(shape: Shape, count: int) -> list[tuple[Shape, Shape]]:
     ]
 
 
-def tensor_of(leaf: Candidate) -> torch.Tensor | None:
-    """Return the plain local tensor of a leaf, detached, None for other values."""
-    if isinstance(leaf, ShardedTensor) and leaf.data is not None:
-        local = to_local_if_dtensor(leaf.data).detach().as_subclass(torch.Tensor)
-        return local[(None,) * leaf.prepend_axis_num + (...,)]
-    if not isinstance(leaf, CommonValue) or not isinstance(leaf.value, torch.Tensor):
-        return None
-    tensor = leaf.value.detach().as_subclass(torch.Tensor)
-    for axis, length in enumerate(leaf.shape or ()):
+def list_local(leaves: Iterable[Candidate]) -> list[torch.Tensor | None]:
+    """Return the local tensors of leaves, None for other leaves and for shards without data."""
+    held = [one.data if isinstance(one, ShardedTensor) else one for one in leaves]
+    held = [one.value if isinstance(one, CommonValue) else one for one in held]
+    return [to_local_if_dtensor(one) if isinstance(one, torch.Tensor) else None for one in held]
+
+
+def view_box(leaf: Candidate, local: torch.Tensor | None) -> torch.Tensor:
+    """Return the part of a leaf's local tensor that is written, as a plain detached tensor."""
+    if local is None:
+        raise TypeError(f"{leaf.key!r} has no tensor")
+    tensor = local.detach().as_subclass(torch.Tensor)
+    if isinstance(leaf, ShardedTensor):
+        return tensor[(None,) * leaf.prepend_axis_num + (...,)]
+    for axis, length in enumerate(getattr(leaf, "shape", None) or ()):
         if length != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, leaf.start[axis], length)
+            tensor = tensor.narrow(axis, leaf.start[axis], length)  # type: ignore[union-attr]
     return tensor
 
 
-def is_tensor(leaf: Candidate) -> bool:
-    """Return whether a leaf is written as a tensor."""
-    value = leaf.value if isinstance(leaf, CommonValue) else leaf
-    return isinstance(value, torch.Tensor | ShardedTensor)
+def take_contents(
+    leaves: Mapping[int, Candidate], *, is_copied: bool, weights_only: bool
+) -> Iterator[Content]:
+    """Yield leaves as they are written, by their numbers, and values before tensors.
 
-
-def take_content(number: int, leaf: Candidate, *, is_copied: bool, weights_only: bool) -> Content:
-    """Return a leaf as it is written. ``is_copied`` copies it, or starts to copy it, to the CPU."""
-    if (tensor := tensor_of(leaf)) is not None:
-        return Content(number, leaf.key, start_host_copy(tensor) if is_copied else tensor)
-    if isinstance(leaf, ShardedObject):
-        key, encode = leaf.unique_key, partial(leaf.encode, weights_only=weights_only)
-    else:
-        # A tensor without data was refused.
-        key, encode = leaf.key, partial(serialize, leaf.key, leaf.value, weights_only=weights_only)  # type: ignore[union-attr]
-    if is_copied:
-        encode = partial(bytes, encode())
-    return Content(number, key, encode)
-
-
-def reject_unsavable(leaves: Iterable[Candidate]) -> None:
-    """Raise CheckpointingException for tensors that cannot be written."""
-    problems = []
-    for leaf in leaves:
-        if isinstance(leaf, ShardedTensor):
-            data, is_written = leaf.data, prod(leaf.local_shape) > 0
+    ``is_copied`` copies each, or starts to copy it, to the CPU.
+    """
+    tensors = dict(zip(leaves, list_local(leaves.values()), strict=True))
+    for number in sorted(leaves, key=lambda number: tensors[number] is not None):
+        leaf, local = leaves[number], tensors[number]
+        if local is not None:
+            tensor = view_box(leaf, local)
+            yield Content(number, leaf.key, start_host_copy(tensor) if is_copied else tensor)
+            continue
+        if isinstance(leaf, ShardedObject):
+            key, encode = leaf.unique_key, partial(leaf.encode, weights_only=weights_only)
         else:
-            data = getattr(leaf, "value", None)
-            is_written = isinstance(data, torch.Tensor)
-        if is_written and (text := data_problem(data)):
+            # A tensor without data was refused.
+            key, value = leaf.key, leaf.value  # type: ignore[union-attr]
+            encode = partial(serialize, key, value, weights_only=weights_only)
+        yield Content(number, key, partial(bytes, encode()) if is_copied else encode)
+
+
+def reject_unsavable(leaves: Iterable[Candidate], kind: type[Candidate]) -> None:
+    """Raise CheckpointingException for tensors of one kind of leaf that cannot be written."""
+    problems = []
+    meant = [leaf for leaf in leaves if isinstance(leaf, kind)]
+    for leaf, local in zip(meant, list_local(meant), strict=True):
+        is_shard = isinstance(leaf, ShardedTensor) and prod(leaf.local_shape) > 0
+        is_written = is_shard or isinstance(getattr(leaf, "value", None), torch.Tensor)
+        if is_written and (text := data_problem(local)):
             problems.append(f"{leaf.key!r} {text}")
     if problems:
         raise CheckpointingException(titled_list("some tensors cannot be saved", problems))
 
 
 def data_problem(data: torch.Tensor | None) -> str | None:
-    """Return why a tensor cannot be written, or None."""
+    """Return why a local tensor cannot be written, or None."""
     if data is None:
         return "has no data: its ShardedTensor is only a description"
-    data = to_local_if_dtensor(data)
     if data.is_meta:
         return "is on the meta device: materialise it first"
     if data.layout != torch.strided:
@@ -183,6 +189,12 @@ def digest_of(value: Any) -> bytes:
     else:
         hasher.update(pickle.dumps(value))
     return hasher.digest()
+
+
+def digest_shards(leaves: Collection[Candidate]) -> bytes:
+    """Return the digests of shards with data, one after the other."""
+    tensors = [view_box(*one) for one in zip(leaves, list_local(leaves), strict=True)]
+    return b"".join(map(digest_of, tensors))
 
 
 class _Piece(NamedTuple):

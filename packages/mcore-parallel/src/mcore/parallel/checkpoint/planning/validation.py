@@ -1,26 +1,26 @@
-"""The check that the shards of all ranks make whole tensors, and its records."""
+"""The check that the shards of all ranks make whole tensors."""
 
 from __future__ import annotations
 
-import json
-import sys
-import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import Box, is_inside
-from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.planning import staging
-from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
-from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
+from mcore.parallel.checkpoint.planning.description import (
+    ShardRecord,
+    decode_records,
+    describe_entries,
+    encode_records,
+)
+from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.shortened import ranks_text, titled_list
 
@@ -30,41 +30,6 @@ if TYPE_CHECKING:
 NOT_WHOLE = "the shards of all ranks do not make up whole tensors"
 
 
-class ShardRecord(NamedTuple):
-    """One entry of a rank's state dict.
-
-    Attributes:
-        kind: ``"tensor"``, ``"common"``, or the kind of the object, such as ``"object"``.
-        key: Name. For ``"common"`` the dotted path.
-        is_written: Whether this rank writes it.
-        dtype: Name of the dtype, empty for objects and values.
-        global_shape: Shape of the tensor (prepended axes first) or array of objects.
-        global_offset: Start of the shard. Empty for replicas that are not written.
-        shard_shape: Shape of the shard, prepended axes first. Empty for objects and for replicas
-            that are not written.
-        prepend_axis_num: Number of prepended axes.
-    """
-
-    kind: str
-    key: str
-    is_written: bool
-    dtype: str = ""
-    global_shape: Shape = ()
-    global_offset: Shape = ()
-    shard_shape: Shape = ()
-    prepend_axis_num: int = 0
-
-    def describe(self) -> str:
-        """Return dtype and shape as text."""
-        return f"dtype {self.dtype} shape {self.global_shape}" if self.dtype else "no tensor"
-
-    def count_bytes(self) -> int:
-        """Return the size of the shard, 0 if it is no tensor."""
-        itemsize: int = getattr(torch, self.dtype).itemsize if self.dtype else 0
-        return prod(self.shard_shape) * itemsize
-
-
-_FIELDS, _TEXTS, _SHAPES = 8, (0, 1, 3), (4, 5, 6)  # of a record: number, and places by type
 _EQUAL = ("dtype", "global_shape", "prepend_axis_num")  # in all records of a tensor
 RankedRecord = tuple[int, ShardRecord]
 
@@ -189,71 +154,6 @@ def validate_sharding_integrity(
     team.agree(check)
 
 
-def describe_entries(entries: Entries, *, is_first: bool = True) -> list[ShardRecord]:
-    """List the entries that a rank writes and, once per key, its unwritten replicas.
-
-    Only a first rank writes common leaves.
-    """
-    unwritten: dict[ShardRecord, None] = {}
-    written: list[ShardRecord] = []
-    shards: list[ShardedTensor | ShardedObject] = [one for _, one in entries.tensors]
-    for one in shards + [one for _, one in entries.objects]:
-        if isinstance(one, ShardedTensor):
-            kind, dtype = "tensor", str(one.dtype).removeprefix("torch.")
-            shape, prepended = one.shard_shape, one.prepend_axis_num
-        else:
-            kind, dtype, shape, prepended = one.kind, "", (), 0
-        place = (dtype, one.global_shape, one.global_offset, shape, prepended)
-        record = ShardRecord(kind, one.key, True, *place)
-        if is_main_replica(one.replica_id):
-            written.append(record)
-        else:
-            unwritten[record._replace(is_written=False, global_offset=(), shard_shape=())] = None
-    for leaf in staging.list_candidates(entries) if is_first else ():
-        if isinstance(leaf, staging.CommonValue):
-            written.append(describe_common(leaf))
-    return written + list(unwritten)
-
-
-def describe_common(leaf: staging.CommonValue) -> ShardRecord:
-    """Return the record of a common leaf, or of a part of it."""
-    if leaf.shape is None:
-        return ShardRecord("common", leaf.key, True)
-    dtype, shape = str(leaf.value.dtype).removeprefix("torch."), tuple(leaf.value.shape)
-    return ShardRecord("common", leaf.key, True, dtype, shape, leaf.start, leaf.shape)
-
-
-def encode_records(records: Sequence[ShardRecord]) -> bytes:
-    """Pack records. Equal records have equal bytes."""
-    # Columns and each shape once: as lists, many shapes are slow to read and to collect as garbage.
-    shapes: dict[Shape, int] = {}
-    columns: list[list[Any]] = [[one[place] for one in records] for place in range(_FIELDS)]
-    for place in _SHAPES:
-        columns[place] = [shapes.setdefault(one, len(shapes)) for one in columns[place]]
-    return pack([list(shapes), *columns])
-
-
-def pack(value: Any) -> bytes:
-    """Return a value of JSON as few bytes."""
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-
-
-def unpack(packed: bytes) -> Any:
-    """Return the value of :func:`pack`."""
-    return json.loads(zlib.decompress(packed))
-
-
-def decode_records(packed: bytes) -> list[ShardRecord]:
-    """Unpack the bytes of :func:`encode_records`."""
-    shapes, *columns = unpack(packed)
-    shapes = list(map(tuple, shapes))  # equal shapes and texts share memory
-    for place in _SHAPES:
-        columns[place] = map(shapes.__getitem__, columns[place])
-    for place in _TEXTS:
-        columns[place] = map(sys.intern, columns[place])
-    return list(map(ShardRecord, *columns))
-
-
 def _is_whole_grid(found: Sequence[tuple[Any, ...]]) -> bool:
     """Return whether shards of one shape, each written once, make up a tensor. A quick check.
 
@@ -286,14 +186,14 @@ def _find_tensor_problems(records: list[RankedRecord]) -> list[str]:
     different = _find_differences(records, _EQUAL)
     if different:
         return different
-    outside = [
+    problems = [
         f"the shard of rank {rank}, offset {shard.global_offset} shape {shard.shard_shape}, is "
         f"outside the global shape {shard.global_shape}"
         for rank, shard in records
         if shard.is_written
         and not is_inside(shard.global_offset, shard.shard_shape, shard.global_shape)
     ]
-    return outside or _find_writer_problems(records)
+    return problems or _find_writer_problems(records)
 
 
 def _find_object_problems(records: list[RankedRecord]) -> list[str]:
@@ -400,8 +300,14 @@ def overlapping_pairs(places: Sequence[Box]) -> list[tuple[int, int]]:
 
     A sweep along the axis with most starts compares only shards that are open at the same time.
     """
-    if len(places) < 2 or not places[0][0] or _is_regular_grid(places):
+    if len(places) < 2 or not places[0][0]:
         return []
+    first = places[0][1]
+    if all(
+        shape == first and all(start % size == 0 for start, size in zip(offset, shape, strict=True))
+        for offset, shape in places
+    ):
+        return []  # a regular grid
     axis = max(range(len(places[0][0])), key=lambda a: len({offset[a] for offset, _ in places}))
     pairs: list[tuple[int, int]] = []
     still_open: list[tuple[int, int]] = []
@@ -414,14 +320,6 @@ def overlapping_pairs(places: Sequence[Box]) -> list[tuple[int, int]]:
                 pairs.append((min(index, other), max(index, other)))
         heappush(still_open, (offset[axis] + shape[axis], index))
     return sorted(pairs)
-
-
-def _is_regular_grid(places: Sequence[Box]) -> bool:
-    shape = places[0][1]
-    return all(
-        other == shape and all(start % size == 0 for start, size in zip(offset, shape, strict=True))
-        for offset, other in places
-    )
 
 
 def _share_an_element(first: Box, second: Box) -> bool:

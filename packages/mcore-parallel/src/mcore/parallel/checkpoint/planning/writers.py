@@ -1,22 +1,29 @@
-"""The plan of a save: each rank describes its leaves, and the first rank chooses their writers."""
+"""The second phase of a save: the first rank chooses the writer of each leaf, and checks all."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heapreplace
 from io import BytesIO
 from itertools import islice
-from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.manifest import DTYPES, Piece, StoredKey, aligned
-from mcore.parallel.checkpoint.objects import ShardedObject, serialize
+from mcore.parallel.checkpoint.files.manifest import ALIGNMENT_BYTES, DTYPES, Piece, StoredKey
+from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning import staging, validation
-from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
-from mcore.parallel.checkpoint.state_tree import MESH_SIZE, Entries, Path, Role, named_paths
+from mcore.parallel.checkpoint.planning.description import (
+    Description,
+    ShardRecord,
+    name_box,
+    unpack,
+    unpack_records,
+)
+from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.checkpoint.state_tree import Path, Role
 from mcore.parallel.shortened import ranks_text, titled_list
 
 _DISAGREEING = (
@@ -31,90 +38,9 @@ _DIFFERENT_CONTENT = (
     "ranks hold different bytes under one key, of which only one could be saved. Synchronise them, "
     "or give each a separate key if they are different things"
 )
-_OBJECT = validation.ShardRecord("common", "", True)  # without a place in a tensor
+_OBJECT = ShardRecord("common", "", True)  # without a place in a tensor
 # The flags of a candidate, in one byte. Without a flag another rank writes it.
 WRITTEN, COMPARED, PER_RANK = 1, 2, 4
-
-
-class Description(NamedTuple):
-    """The leaves of a rank without their content, in the order of :func:`list_candidates`.
-
-    Parts that are often equal on many ranks are packed separately: equal bytes are unpacked once.
-    """
-
-    facts: dict[str, str]  # must be equal on all ranks
-    written: bytes  # records of main replicas of shards, then of objects
-    others: bytes  # records of their other replicas
-    common: bytes  # records of common leaves
-    object_keys: list[str]  # of the objects in ``written``
-    bare: list[int]  # numbers of shards that ranks outside of their mesh may hold too
-    digests: bytes  # of common leaves, by name
-    roles: bytes  # of common leaves, by name
-    merged: dict[str, tuple[Any, bytes]]  # function and value by name, see OneLeaf
-    replicas: bytes  # digests of all leaves, if replicas are compared
-    paths: bytes
-
-
-def describe_leaves(
-    entries: Entries,
-    leaves: Sequence[staging.Candidate],
-    size: int,
-    facts: Mapping[str, str],
-    *,
-    check_replicas: bool = False,
-    weights_only: bool = True,
-) -> Description:
-    """Describe the leaves of one of ``size`` ranks, also as candidates. No communication."""
-    records = validation.describe_entries(entries, is_first=False)
-    written = [one for one in records if one.is_written]
-    others = [one for one in records if not one.is_written]
-    common = [
-        validation.describe_common(one) for one in leaves if isinstance(one, staging.CommonValue)
-    ]
-    bare = [
-        number
-        for number, one in enumerate(leaves)
-        if isinstance(one, ShardedTensor)
-        and getattr(one, MESH_SIZE, size) < size
-        and prod(one.local_shape)
-    ]
-    values = {name: value for name, (_, value) in entries.common.items() if size > 1}
-    paths = list(named_paths(entries))
-    steps = [step for _, path in paths for step in path]
-    return Description(
-        dict(facts),
-        validation.encode_records(written),
-        validation.encode_records(others),
-        validation.encode_records(common),
-        [one.unique_key for one in leaves if isinstance(one, ShardedObject)],
-        bare,
-        validation.pack({name: staging.digest_of(value).hex() for name, value in values.items()}),
-        validation.pack(entries.roles),
-        {
-            name: (leaf.merge, serialize(name, leaf.value, weights_only=weights_only))
-            for name, leaf in entries.merged.items()
-        },
-        validation.pack(_digest_replicas(entries) if check_replicas and size > 1 else {}),
-        validation.pack([[one for one, _ in paths], [len(one) for _, one in paths], steps]),
-    )
-
-
-def _digest_replicas(entries: Entries) -> dict[str, str]:
-    digests = {
-        _name_box(shard): staging.digest_of(staging.tensor_of(shard)).hex()
-        for _, shard in entries.tensors
-        if shard.data is not None and prod(shard.local_shape) > 0
-    }
-    for _, obj in entries.objects:
-        if obj.data is not None:
-            digests[repr(obj.unique_key)] = staging.digest_of(obj.data).hex()
-    for name in entries.common.keys() - entries.merged.keys() - entries.roles.keys():
-        digests[repr(name)] = staging.digest_of(entries.common[name][1]).hex()
-    return digests
-
-
-def _name_box(shard: ShardedTensor | validation.ShardRecord) -> str:
-    return f"{shard.key!r}, offset {shard.global_offset} shape {shard.shard_shape}"
 
 
 class Write(NamedTuple):
@@ -122,7 +48,7 @@ class Write(NamedTuple):
 
     number: int  # of the candidate of the rank
     key: str
-    record: validation.ShardRecord
+    record: ShardRecord
 
 
 class GlobalPlan:
@@ -140,25 +66,26 @@ class GlobalPlan:
     """
 
     def __init__(self, ranks: Sequence[Description]) -> None:
+        packed = [one for rank in ranks for one in (rank.replicas, rank.digests, rank.roles)]
+        packed_records = [one for rank in ranks for one in (rank.written, rank.common)]
+        plain, records = unpack(packed), unpack_records(packed_records)
         facts = [(n, name, rank.facts[name]) for n, rank in enumerate(ranks) for name in rank.facts]
-        for name, values in validation.find_different(facts).items():
+        digests = [plain[one] for one in {rank.digests for rank in ranks}]
+        contents = [(0, name, one[name]) for one in digests for name in one]
+        wrong, different = validation.find_different(facts), validation.find_different(contents)
+        for name, values in wrong.items():
             shown = "; ".join(f"{fact} on {ranks_text(some)}" for fact, some in values.items())
             raise CheckpointingException(
                 f"the ranks were given different {name}: {shown}. Pass the same {name} everywhere"
             )
-        replicas = [(number, validation.unpack(rank.replicas)) for number, rank in enumerate(ranks)]
+        replicas = [(number, plain[rank.replicas]) for number, rank in enumerate(ranks)]
         _require_equal_content([(n, name, one[name]) for n, one in replicas for name in one])
         self._ranks = ranks
-        packed = {one for rank in ranks for one in (rank.written, rank.common)}
-        unpacked = {one: validation.decode_records(one) for one in packed}
-        self._shards = [unpacked[rank.written] for rank in ranks]
-        self._common = [unpacked[rank.common] for rank in ranks]
-        digests = [validation.unpack(one) for one in {rank.digests for rank in ranks}]
-        contents = [(0, name, one[name]) for one in digests for name in one]
-        different = validation.find_different(contents)
+        self._shards = [records[rank.written] for rank in ranks]
+        self._common = [records[rank.common] for rank in ranks]
         roles: dict[str, set[str]] = {}
         for packed_roles in {rank.roles for rank in ranks}:
-            for name, role in validation.unpack(packed_roles).items():
+            for name, role in plain[packed_roles].items():
                 roles.setdefault(name, set()).add(role)
         disagreeing = sorted(name for name in different if Role.MUST_AGREE in roles.get(name, ()))
         if disagreeing:
@@ -183,15 +110,16 @@ class GlobalPlan:
 
     def _share_bare_shards(self) -> None:
         """Let one rank write each shard that several hold."""
-        holders: dict[validation.ShardRecord, list[tuple[int, int]]] = {}
+        holders: dict[ShardRecord, list[tuple[int, int]]] = {}
         for rank, description in enumerate(self._ranks):
             for number in description.bare:
                 holders.setdefault(self._shards[rank][number], []).append((rank, number))
         shared = {record: found for record, found in holders.items() if len(found) > 1}
         # Greedy balance: the largest shard first, each to the holder with the fewest bytes so far.
-        for record in sorted(shared, key=validation.ShardRecord.count_bytes, reverse=True):
+        sizes = [(record.count_bytes(), record) for record in shared]
+        for num_bytes, record in sorted(sizes, key=itemgetter(0), reverse=True):
             writer = min(shared[record], key=lambda holder: self._load[holder[0]])
-            self._load[writer[0]] += record.count_bytes()
+            self._load[writer[0]] += num_bytes
             for rank, number in shared[record]:
                 is_writer = (rank, number) == writer
                 self.flags[rank][number] = COMPARED | WRITTEN if is_writer else COMPARED
@@ -205,7 +133,7 @@ class GlobalPlan:
         for rank, description in enumerate(self._ranks):
             ranks_of.setdefault(description.common, []).append(rank)
         not_shared = self._per_rank | self._left_out
-        holders: dict[validation.ShardRecord, list[tuple[bytes, int]]] = {}
+        holders: dict[ShardRecord, list[tuple[bytes, int]]] = {}
         for packed, ranks in ranks_of.items():
             flags = bytearray()
             for number, record in enumerate(self._common[ranks[0]]):
@@ -225,7 +153,7 @@ class GlobalPlan:
         if problems := [
             f"{key!r}: "
             + ", ".join(f"{kind.describe()} on rank {found[kind][0]}" for kind in found)
-            for key, found in validation.find_different(kinds).items()
+            for key, found in (validation.find_different(kinds) if kinds else {}).items()
         ]:
             title = (
                 "ranks hold different things under one key, of which only one could be saved. Give "
@@ -233,7 +161,8 @@ class GlobalPlan:
             )
             raise CheckpointingException(titled_list(title, problems))
         queues = {packed: [(0, rank) for rank in ranks] for packed, ranks in ranks_of.items()}
-        for record in sorted(holders, key=validation.ShardRecord.count_bytes, reverse=True):
+        sizes = [(record.count_bytes(), record) for record in holders]
+        for own_bytes, record in sorted(sizes, key=itemgetter(0), reverse=True):
             packed, number = holders[record][0]
             writer = ranks_of[packed][0]
             if record.dtype and record.key not in different:
@@ -242,7 +171,7 @@ class GlobalPlan:
                 num_bytes, idle, place = min(lowest)
                 if self._load[writer] >= num_bytes + staging.PART_BYTES:
                     writer, number = idle, place
-            self._load[writer] += record.count_bytes()
+            self._load[writer] += own_bytes
             self.flags[writer][len(self._shards[writer]) + number] = WRITTEN
 
     def _find_idle(self, queue: list[tuple[int, int]]) -> tuple[int, int]:
@@ -255,6 +184,7 @@ class GlobalPlan:
         """Raise CheckpointingException if the shards of all ranks do not make whole tensors."""
         # Many ranks hold equal replicas, so the first check skips repeats. A failure repeats the
         # check with all of them, to name every rank.
+        others = unpack_records([one.others for one in self._ranks])
         for skips_repeats in (True, False):
             seen: set[bytes] = set()
             ranks = []
@@ -266,7 +196,7 @@ class GlobalPlan:
                     records = [write.record for write in self.iterate_writes(rank)]
                 if not skips_repeats or description.others not in seen:
                     seen.add(description.others)
-                    records += validation.decode_records(description.others)
+                    records += others[description.others]
                 ranks.append(records)
             problems = validation.validate_plans(ranks)
             if not problems:
@@ -281,7 +211,7 @@ class GlobalPlan:
             record = records[number] if is_shard else self._common[rank][number - len(records)]
             if flag & PER_RANK:
                 one = ShardedObject(record.key, None, (len(self._ranks),), (rank,))
-                record = validation.ShardRecord(
+                record = ShardRecord(
                     one.kind, one.key, True, "", one.global_shape, one.global_offset
                 )
                 yield Write(number, one.unique_key, record)
@@ -290,7 +220,7 @@ class GlobalPlan:
                 key = keys[number - len(records)] if is_object else record.key  # from the end
                 yield Write(number, key, record)
         for extra, leaf in enumerate(self.merged if rank == 0 else (), len(self.flags[rank])):
-            yield Write(extra, leaf.key, validation.ShardRecord("common", leaf.key, True))
+            yield Write(extra, leaf.key, ShardRecord("common", leaf.key, True))
 
     def count_writes(self) -> tuple[int, int]:
         """Return the largest number of writes of a rank, and of shards that it compares."""
@@ -309,7 +239,7 @@ class GlobalPlan:
             for place, number in enumerate(flagged):
                 shard = self._shards[rank][number]
                 digest = own[place * staging.DIGEST_BYTES : (place + 1) * staging.DIGEST_BYTES]
-                compared.append((rank, _name_box(shard), digest))
+                compared.append((rank, name_box(shard), digest))
         _require_equal_content(compared)
 
     def name_pieces(
@@ -336,7 +266,8 @@ class GlobalPlan:
             end, inside = 0, list[tuple[str, Piece]]()
             for number, length, elements, checksum in pieces:
                 key, start, shape = boxes[number]
-                at, before = aligned(end), None if elements < 0 else elements
+                at = end + -end % ALIGNMENT_BYTES
+                before = None if elements < 0 else elements
                 piece = Piece(file, at, length, length, checksum.hex(), before, start, shape)
                 pieces_of[key].append(piece)
                 inside.append((key, piece))
@@ -351,8 +282,7 @@ class GlobalPlan:
         A key other than its dotted path, such as the key of stacked layers, is put at the top.
         """
         paths: dict[str, Path] = {}
-        for one in dict.fromkeys(rank.paths for rank in self._ranks):
-            names, lengths, flat = validation.unpack(one)
+        for names, lengths, flat in unpack([rank.paths for rank in self._ranks]).values():
             steps = (sys.intern(step) if type(step) is str else step for step in flat)
             for name, length in zip(names, lengths, strict=True):
                 path = tuple(islice(steps, length))
