@@ -334,10 +334,14 @@ def test_functional_call_uses_the_names_of_parameters():
 
 
 def test_a_tensor_of_the_wrapped_module_is_not_set_on_the_wrapper():
-    model = Float16Module(BF16, torch.nn.Linear(2, 1, bias=False))
+    linear = torch.nn.Linear(2, 1, bias=False)
+    linear.register_buffer("shift", torch.zeros(1))
+    model = Float16Module(BF16, linear)
     weight = torch.full((1, 2), 2.0, dtype=torch.bfloat16)
     with pytest.raises(AttributeError, match=r"Set it on \.module"):
         model.weight = torch.nn.Parameter(weight)
+    with pytest.raises(AttributeError, match=r"'shift'.*Set it on \.module"):
+        model.shift = torch.ones(1)
     with pytest.raises(AttributeError, match=r"module\.weight"):
         torch.func.functional_call(model, {"weight": weight}, torch.ones(1, 2))
     out = torch.func.functional_call(model, {"module.weight": weight}, torch.ones(1, 2))

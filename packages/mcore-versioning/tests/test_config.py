@@ -1,6 +1,7 @@
 """Tests of the flag for experimental code."""
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import subprocess
@@ -112,6 +113,17 @@ def test_block_may_be_left_in_another_context_than_it_was_entered_in() -> None:
     with pytest.raises(StopIteration):
         contextvars.copy_context().run(next, steps)
     assert is_experimental_enabled() is False
+
+
+def test_block_of_a_context_manager_is_in_force_in_its_caller() -> None:
+    @contextlib.contextmanager
+    def drafts() -> Iterator[None]:
+        with experimental_enabled():
+            yield
+
+    with drafts():
+        assert is_experimental_enabled()
+    assert not is_experimental_enabled()
 
 
 def _in_a_process(code: str, variable: str | None) -> subprocess.CompletedProcess[str]:

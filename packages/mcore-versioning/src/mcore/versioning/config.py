@@ -94,7 +94,8 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
 
     The block applies to the current thread or asyncio task and to the tasks that it starts.
     Threads that it starts see ``ENABLE_EXPERIMENTAL``. Blocks nest, and the earlier state is
-    restored after an exception too.
+    restored after an exception too. A generator that yields inside a block leaves it in force in
+    its caller until it continues, as functions of ``contextlib.contextmanager`` need.
 
     Args:
         flag: The result of ``is_experimental_enabled`` inside the block.
