@@ -179,9 +179,9 @@ def test_other_sizes_are_refused_with_both_numbers(tmp_path: Path) -> None:
     refused = pretrain(tmp_path, *QUIET, *source, "--hidden-size", "64")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "its --hidden-size is 32, this run's 64" in refused.stderr
-    nowhere = pretrain(tmp_path, *QUIET, "--init-from", "nowhere", "--run-dir", "new")
-    assert "--init-from" in nowhere.stderr
-    assert "not a run folder" in nowhere.stderr
+    for wrong in ("nowhere", "run/checkpoints", "run/checkpoints/step_00000009"):
+        nowhere = pretrain(tmp_path, *QUIET, "--init-from", wrong, "--run-dir", "new")
+        assert f"--init-from {tmp_path / wrong}: neither a run nor a complete" in nowhere.stderr
     assert not (tmp_path / "new").exists()
 
     text = "the cat sat on the mat. " * 40

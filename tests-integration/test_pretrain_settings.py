@@ -54,6 +54,7 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
         ("num_layers = 1\nnum-layers = 2", "num-layers is set twice, with _ and with -"),
         ("tp = = 2", "--config x.toml: Invalid value"),
         ("topk = 3", "--topk 3 has no effect without --experts"),
+        ("lr_wsd_decay_iters = 3", "3 has no effect without --lr-schedule wsd"),
         ("cuda_graph = 'loc'", "--cuda-graph must be one of none, local, got loc"),
         ("experts = 2\nbalance = 'all'", "--balance must be one of batch, sequence, got all"),
         ("tp = 3", "--num-attention-heads 4 is not divisible by --tp 3"),

@@ -52,6 +52,11 @@ def test_the_ranks_of_a_machine_share_the_usable_cpus(
              "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n"}, 1, "quota of CPUs: 5",
         ),
         (
+            "4:cpuacct,cpu:/docker/a\n",
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "450000\n",
+             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 1, "quota of CPUs: 4.5",
+        ),
+        (
             "4:cpu,cpuacct:/a\n",
             {"sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n",
              "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n"}, 2, "usable CPUs: 8",

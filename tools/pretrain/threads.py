@@ -28,11 +28,12 @@ def _read_quotas(root: Path) -> Iterator[float]:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            is_old = "cpu" in controllers.split(",")  # named cpu,cpuacct or cpuacct,cpu too
+            mount = root / "sys/fs/cgroup" / ("cpu" if is_old else "")
             group = mount / path.lstrip("/")
-            while controllers in ("", "cpu", "cpu,cpuacct") and group.is_relative_to(mount):
+            while (is_old or not controllers) and group.is_relative_to(mount):
                 with suppress(OSError, ValueError):
-                    yield _read_quota(group, is_old=bool(controllers))
+                    yield _read_quota(group, is_old=is_old)
                 group = group.parent
 
 

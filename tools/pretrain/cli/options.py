@@ -29,6 +29,7 @@ _ONLY_WITH = {
     "mtp": ("mtp_loss",),
     "packed": ("document_multiple",),
     "data": ("field", "data_cache"),
+    "lr_schedule wsd": ("lr_wsd_decay_iters",),
 }
 _STARTS = ("device", "run_dir", "resume", "runs_dir", "by_itself", "trust_run", "mlflow_uri")
 _PATHS = ("data", "tokenizer", "data_cache", "init_from")
@@ -223,9 +224,11 @@ def _refuse_unused(options: Mapping[str, Any], settings: Settings) -> None:
     """Raise UsageError for a non-default option of a feature that is off."""
     defaults = Settings()
     for owner, names in _ONLY_WITH.items():
+        switch, _, wanted = owner.partition(" ")
+        state = getattr(settings, switch)
         for name in names:
             value = options.get(name, getattr(defaults, name))
-            if not getattr(settings, owner) and value != getattr(defaults, name):
+            if (state != wanted if wanted else not state) and value != getattr(defaults, name):
                 flag = format_flag(name)
                 raise UsageError(f"{flag} {value} has no effect without {format_flag(owner)}")
 

@@ -104,6 +104,8 @@ def find_weights(settings: Settings) -> Path:
     """
     given, option = Path(settings.init_from), "--init-from"
     is_run = (given / "config.json").exists()
+    if not (is_run or is_complete_checkpoint(given)):
+        raise UsageError(f"{option} {given}: neither a run nor a complete checkpoint of one")
     run = given if is_run else given.absolute().parent.parent
     stored = read_settings(run, option)
     for name in _SHAPE:
