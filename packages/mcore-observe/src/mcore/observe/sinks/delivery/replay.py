@@ -116,11 +116,11 @@ def _choose_address(
         more = f"MLFLOW_TRACKING_URI is used, not {kept} (--trust-run uses it)"
         return (more if differs else ""), True
     if "***" in kept:
-        raise ValueError(f"the password of {kept} is not stored; give --mlflow-uri")
+        raise ValueError(f"the password of {kept} is not stored: give --mlflow-uri")
     if kept.startswith(("http://", "https://")):
         return f"sent without credentials to {kept} (--trust-run or --mlflow-uri send them)", False
     if kept != mlflow.DEFAULT_URI:  # a file of the user, which MLflow would fill with tables
-        raise ValueError(f"the folder names {kept}; give --mlflow-uri, or --trust-run to use it")
+        raise ValueError(f"the folder names {kept}: give --mlflow-uri, or --trust-run to use it")
     return "", False
 
 
