@@ -209,6 +209,7 @@ def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
         ),
         ({"a.jsonl": b'{"text": "a"}\n\n{"test": 1}\n'}, "--data a.jsonl", "line 3 has no"),
         ({"a.jsonl": b'{"body": "a"}\n{\n'}, "--data a.jsonl --field body", "line 2 is not JSON"),
+        ({"a.jsonl": b"[" * 200_000}, "--data a.jsonl", "line 1 is not JSON (maximum recursion"),
         ({"a.jsonl": b'{"text": "\\ud800"}'}, "--data a.jsonl", "1: its text is not"),
         ({"a.txt": b"a"}, "--data a.txt --tokenizer a.txt", "a.txt is not a tokenizer file"),
         ({"a.txt": b"a"}, "--data a.txt --tokenizer b.json", "cannot read"),

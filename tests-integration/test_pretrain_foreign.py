@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import math
 import os
 import shutil
+import sqlite3
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,6 +185,33 @@ def test_the_database_is_opened_without_following_links(tmp_path: Path) -> None:
     assert file.read_text() == PRIVATE
 
 
+def plant_journal(database: Path, file: Path) -> None:
+    """Write the journal of an interrupted write to several databases, listed in a file."""
+    page = int.from_bytes(database.read_bytes()[16:18], "big")
+    magic, name = bytes.fromhex("d9d505f920a163d7"), str(file).encode()
+    head = magic + struct.pack(">5I", 0, 1, database.stat().st_size // page, 512, page)
+    tail = struct.pack(f">I{len(name)}s2I", 2**30 // page + 1, name, len(name), sum(name)) + magic
+    database.with_name(f"{database.name}-journal").write_bytes(head.ljust(512, b"\0") + tail)
+
+
+def test_the_journal_of_a_database_deletes_no_file_of_the_user(tmp_path: Path) -> None:
+    """SQLite deletes the file that the journal names, as the list of several databases."""
+    folder, file = RunFolder(tmp_path), tmp_path / "private.txt"
+    with contextlib.closing(sqlite3.connect(folder.mlflow_database)) as database:
+        database.execute("CREATE TABLE t (a)")
+    file.write_text(PRIVATE)
+    plant_journal(folder.mlflow_database, file)
+    with pytest.raises(OSError, match="it names another file: remove it"):
+        _make_database(folder, None)
+    assert file.exists()
+    with contextlib.closing(sqlite3.connect(folder.mlflow_database)) as database:
+        assert database.execute("SELECT * FROM t").fetchall() == []
+    assert not file.exists()  # the attack, without the check
+    _make_database(folder, None)
+    tmp_path.joinpath("mlflow.db-journal").write_bytes(b"short")
+    _make_database(folder, None)
+
+
 def test_a_lock_is_private_and_its_text_is_harmless(tmp_path: Path) -> None:
     (tmp_path / "job.lock").touch(0o644)
     with claim(tmp_path) as held:
@@ -296,7 +326,7 @@ def test_a_private_text_that_only_the_folder_names_is_not_read(run: Path, tmp_pa
     hidden.write_text(PRIVATE)
     for path in (file, link, hidden):
         change_settings(run, data=str(path))
-        assert f"its config.json names the text {path} outside" in refused(run)
+        assert f"its config.json names {path}, outside" in refused(run)
     assert not (run.parent / "token-cache").exists()
     # A text of this folder is read. It is not kept if it is not the run's.
     for text, words in ((run.parent / "other.txt", ()), (file, ("--data", str(file)))):
@@ -305,6 +335,20 @@ def test_a_private_text_that_only_the_folder_names_is_not_read(run: Path, tmp_pa
         assert "differs from the text of the run to resume" in refused(run, *words)
         assert list((run.parent / "token-cache").iterdir()) == []
     assert stat.S_IMODE((run.parent / "token-cache").stat().st_mode) == 0o700
+
+
+def test_a_cache_that_only_the_folder_names_is_not_made_elsewhere(
+    run: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "of-the-user" / "cache"
+    change_settings(run, data_cache=str(elsewhere))
+    assert f"its config.json names {elsewhere}, outside" in refused(run)
+    words = ("--data", str(run.parent / "text.txt"))
+    assert f"pass --data-cache {elsewhere} or --trust-run" in refused(run, *words)
+    assert not elsewhere.parent.exists()
+    (run.parent / "text.txt").write_text(PRIVATE)
+    assert "differs from the text" in refused(run, "--data-cache", str(elsewhere))
+    assert elsewhere.exists()
 
 
 def make_tokens(folder: Path) -> Settings:
@@ -328,6 +372,7 @@ def test_a_token_cache_is_private_and_is_not_believed(tmp_path: Path) -> None:
         ({"kind": ["<u1"]}, "is none of"),
         ({"count": -1}, "-1 tokens of type <u1 were written"),
         ({"count": "many"}, "invalid literal"),
+        ({"count": math.inf}, "cannot convert float infinity"),
     ):
         cache.facts.write_text(json.dumps(facts | change))
         with pytest.raises(UsageError, match=message):
@@ -341,6 +386,14 @@ def test_a_token_cache_is_private_and_is_not_believed(tmp_path: Path) -> None:
         cache.borders.write_bytes(np.array(borders, "<i8").tobytes())
         with pytest.raises(UsageError, match="documents of the token cache"):
             read_borders(cache)
+    for path in files:
+        kept = path.read_bytes()
+        for kind in KINDS.values():
+            replace(path, lambda path, kind=kind: kind(path, tmp_path / "text.txt"))  # type: ignore[misc]
+            with pytest.raises(UsageError, match=f"{path.name} is no plain file"):
+                make_cache(settings, cache)
+        path.unlink()
+        path.write_bytes(kept)
     tokens = bytearray(cache.tokens.read_bytes())
     tokens[100] ^= 1
     cache.tokens.write_bytes(tokens)

@@ -76,10 +76,10 @@ def _read_request(argv: list[str], world_size: int | None) -> Request:
     if "resume" in given and not trusted:
         refuse_foreign(given.resume, "--resume")
     request = resolve(given, world_size)
-    if request.names_text and request.settings.data and not trusted:
+    if request.names and not trusted:
         from pretrain.text.cache import refuse_foreign_text
 
-        refuse_foreign_text(request.settings, given.resume)
+        refuse_foreign_text(request.settings, given.resume, request.names)
     return request
 
 

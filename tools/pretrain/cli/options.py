@@ -70,7 +70,7 @@ class Request:
     device: str = ""  # torch's accelerator, or the CPU
     by_itself: bool = False  # resumed automatically, without --resume
     trust_run: bool = False
-    names_text: bool = False  # the run to resume names the text, not the command line
+    names: tuple[str, ...] = ()  # text and cache that only the run to resume names
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
@@ -171,7 +171,9 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if "mlflow_uri" in start and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    return Request(settings=settings, names_text="data" in base and "data" not in given, **start)
+    used = [name for name in ("data", "data_cache") if getattr(settings, name)]
+    names = tuple(name for name in used if name in base and name not in given)
+    return Request(settings=settings, names=names, **start)
 
 
 def _add_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from mcore.observe.files import replacing
-from pretrain.run_folder import is_own
-from pretrain.settings import Settings, read_fact
+from pretrain.run_folder import is_own, is_plain
+from pretrain.settings import Settings, format_flag, read_fact
 from pretrain.text.sources import find_sources, is_jsonl, read_pieces
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
 from pretrain.usage import UsageError
 
 _FORMAT = 2
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 _KINDS = ("<u1", "<u2", "<u4")  # little-endian integers
 _BATCH_BYTES = 8 << 20
 _Piece = tuple[Path, bytes, int]
@@ -108,28 +108,32 @@ def check_text(checksum: int, resumed: Path) -> None:
         )
 
 
-def refuse_foreign_text(settings: Settings, run_dir: Path) -> None:
-    """Raise UsageError for a text that only a run's ``config.json`` names.
+def refuse_foreign_text(settings: Settings, run_dir: Path, names: Iterable[str]) -> None:
+    """Raise UsageError for a text or a cache folder, of ``names``, that only a run's folder names.
 
-    Texts next to the run are allowed, unless they are hidden, and those of an earlier cache.
+    Those next to the run are allowed, unless they are hidden, and those of an earlier cache.
     """
     root = run_dir.resolve().parent
-    for path in find_sources(settings.data):
+    paths = {"data": find_sources(settings.data), "data_cache": [Path(settings.data_cache)]}
+    for name, path in ((one, path) for one in names for path in paths[one]):
         inside = path.resolve().is_relative_to(root) and path.resolve().relative_to(root).parts
         if inside and not any(part.startswith(".") for part in inside):
             continue
         if not find_cache(settings, run_dir).facts.exists():
+            given = f"{format_flag(name)} {shlex.quote(getattr(settings, name))}"
             raise UsageError(
-                f"--resume {run_dir}: its config.json names the text {path} outside {root}. To "
-                f"read it, pass --data {shlex.quote(settings.data)} or --trust-run"
+                f"--resume {run_dir}: its config.json names {path}, outside {root}. To use it, "
+                f"pass {given} or --trust-run"
             )
 
 
 def _check_cache(cache: TokenCache) -> None:
-    tokens, checksum = open_cache(cache)
     for path in (cache.tokens, cache.borders, cache.facts):
+        if not is_plain(path.lstat()):  # reading a pipe would block
+            raise OSError(errno.EPERM, f"{path.name} is no plain file")
         if not is_own(path.lstat(), path):
             raise OSError(errno.EPERM, f"{path.name} belongs to another user")
+    tokens, checksum = open_cache(cache)
     found = 0
     for start in range(0, len(tokens), _BATCH_BYTES):
         found = zlib.crc32(tokens[start : start + _BATCH_BYTES].data, found)

@@ -90,7 +90,7 @@ def _read_records(file: IO[bytes], path: Path, field: str) -> Iterator[tuple[byt
 def _extract_text(line: bytes, place: str, field: str) -> bytes:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{place} is not JSON ({error})") from None
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -30,6 +31,7 @@ from pretrain.watch.mlflow_target import MlflowTarget, read_facts
 _EXPERIMENT = "pretrain"
 _WAIT_AT_THE_END_S = 10.0
 _WAIT_WHEN_IT_FAILED_S = 2.0
+_JOURNAL_OF_MANY = bytes.fromhex("d9d505f920a163d7")  # after the name of a super-journal
 
 
 @dataclasses.dataclass(eq=False)
@@ -174,6 +176,12 @@ def _make_database(folder: RunFolder, client: Any) -> None:
     target = folder.mlflow_database
     if target.exists():
         os.close(open_plain(target, os.O_RDWR))
+        # The journal of an interrupted write may end with a name. SQLite deletes that file.
+        journal = target.with_name(f"{target.name}-journal")
+        with contextlib.suppress(FileNotFoundError), open(journal, "rb", opener=open_plain) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - len(_JOURNAL_OF_MANY)))
+            if file.read() == _JOURNAL_OF_MANY:
+                raise OSError(errno.EPERM, "it names another file: remove it", str(journal))
         return
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs each table
     partial = target.with_suffix(".db.partial")

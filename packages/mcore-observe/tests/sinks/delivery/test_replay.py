@@ -3,13 +3,16 @@
 import base64
 import http.server
 import json
+import sys
 import threading
 import time
+import zipfile
 
 import pytest
 
 from mcore.observe.__main__ import main
 from mcore.observe.sinks.delivery.spool import read_spool
+from rank_testing import run_ranks
 
 TOKEN = "s3cret-of-the-user"
 
@@ -56,14 +59,14 @@ def home(tmp_path, monkeypatch):
     return home
 
 
-def make_run(folder, uri, *, lines=(), **settings):
+def make_run(folder, uri, *, lines=(), tracker="mlflow", **settings):
     """Write what a killed process leaves behind."""
     (folder / "spool").mkdir(parents=True)
     settings = {"mlflow_experiment": "e", "mlflow_run_name": "r", **settings}
-    facts = {"tracker": "mlflow", "settings": {**settings, "mlflow_tracking_uri": uri}}
+    facts = {"tracker": tracker, "settings": {**settings, "mlflow_tracking_uri": uri}}
     entry = {"number": 1, "step": 1, "time_ms": 5, "metrics": {"lm loss": 2.5}}
     written = [json.dumps({"facts": {**facts, "params": {}}}), json.dumps(entry), *lines]
-    path = folder / "spool" / "mlflow-0-1-a.spool.jsonl"
+    path = folder / "spool" / f"{tracker}-0-1-a.spool.jsonl"
     path.write_text("\n".join(written) + "\n")
     return path
 
@@ -103,11 +106,51 @@ def test_the_environment_decides_before_the_folder(tmp_path, stranger, home, mon
     assert "1 values sent" in out
 
 
-@pytest.mark.parametrize("uri", ["postgresql://host/runs", "databricks", "http://***@host"])
+OTHERS = ("postgresql://host/runs", "databricks", "http://***@host", "sqlite:///mine", "sqlite://")
+
+
+@pytest.mark.parametrize("uri", OTHERS)
 def test_other_addresses_of_a_folder_need_trust_or_an_argument(tmp_path, home, uri, capsys):
+    """MLflow would make a file where the folder wants it, or tables in a database of the user."""
     make_run(tmp_path / "run", uri)
     assert main(["replay", str(tmp_path / "run")]) == 1
     assert "give --mlflow-uri" in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
+def replay_here(folder):
+    sys.argv = ["replay", "argument-of-the-user"]
+    sys.stdout.write("output-of-the-user\n")
+    return main(["replay", str(folder)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tracker",
+    [
+        pytest.param(name, marks=pytest.mark.needs(module))
+        for name, module in (("comet", "comet_ml"), ("wandb", "wandb"))
+    ],
+)
+def test_a_folder_has_nothing_of_the_process_sent(tracker, tmp_path, offline):
+    """It wants the code, the output and the environment, in the account of its author."""
+    wanted = dict.fromkeys(
+        (f"{tracker}_log_{part}" for part in ("code", "console", "environment")), True
+    )
+    made = {"comet_project": "p", "comet_api_key": "of-the-author", "wandb_project": "p"}
+    make_run(tmp_path / "run", None, tracker=tracker, wandb_save_dir="x", **made, **wanted)
+    env = offline(tmp_path) | {"WANDB_CONSOLE": None, "WANDB_X_DISABLE_META": None}
+    env |= {"COMET_DISABLE_AUTO_LOGGING": None, "COMET_AUTO_LOG_ENV_DETAILS": None}
+    (code,) = run_ranks(replay_here, 1, tmp_path / "run", init=None, env=env, timeout_s=300)
+    assert code == 0
+    content = {path: path.read_bytes() for path in tmp_path.glob("run/wandb/*/*.wandb")}
+    for path in tmp_path.glob("comet/*.zip"):  # with the author's key it is not written
+        with zipfile.ZipFile(path) as archive:
+            content |= {name: archive.read(name) for name in archive.namelist()}
+    assert b"lm loss" in b"".join(content.values())
+    for private in (b"of-the-user", b"standard_output", b"file_upload", b"installed_packages"):
+        assert not [name for name, found in content.items() if private in found]
+    assert not list(tmp_path.glob("run/wandb/**/requirements.txt"))
 
 
 @pytest.mark.slow
@@ -126,16 +169,15 @@ def test_hostile_lines_are_skipped_with_one_line(tmp_path, home, caplog, capsys)
         "[" * 100_000 + "]" * 100_000,
         '{"metrics":' * 100_000,
     ]
-    path = make_run(
-        tmp_path / "run", f"sqlite:///{tmp_path}/m.db", lines=[*hostile, json.dumps(entry)]
-    )
+    uri = f"sqlite:///{tmp_path}/m.db"
+    path = make_run(tmp_path / "run", uri, lines=[*hostile, json.dumps(entry)])
     began = time.thread_time()
     assert sorted(read_spool(path).entries) == [1, 2]
     assert time.thread_time() - began < 10
     assert [record.message for record in caplog.records] == [
         f"{path}: line 3 is damaged and was skipped"
     ]
-    assert main(["replay", str(tmp_path / "run")]) == 0
+    assert main(["replay", str(tmp_path / "run"), "--mlflow-uri", uri]) == 0
     assert "2 values sent" in capsys.readouterr().out
 
 

@@ -23,7 +23,7 @@ from mcore.observe.sinks.secrets import config_params, mask_secrets, without_sec
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_URI = "sqlite:///mlflow.db"
+DEFAULT_URI = "sqlite:///mlflow.db"
 # The limits of MLflow's servers.
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
@@ -442,12 +442,12 @@ def open_mlflow(
 
 
 def _resolve_uri(tracking_uri: str | None) -> str:
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
     is_folder = uri.startswith("file:") or not (":" in uri or uri.startswith("databricks"))
     if is_folder and os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
         raise ValueError(
             f"the tracking URI {mask_secrets(uri)!r} is a folder of files, which MLflow no longer "
-            f"maintains; give a server or a database such as {_DEFAULT_URI!r}"
+            f"maintains; give a server or a database such as {DEFAULT_URI!r}"
         )
     return uri
 

@@ -72,7 +72,9 @@ def _replay_file(
     settings = LoggerConfig()
     # A newer version may have written settings that this one lacks.
     for name in {field.name for field in dataclasses.fields(settings)} & kept.keys():
-        setattr(settings, name, kept[name])
+        # Output, code, environment and key are those of the process that sends, not of the run.
+        if "_log_" not in name and name != "comet_api_key":
+            setattr(settings, name, kept[name])
     hiding: AbstractContextManager[None] = nullcontext()
     if not trust_run and settings.wandb_save_dir is not None:
         settings.wandb_save_dir = str(folder)  # W&B writes here, and nowhere else
@@ -114,11 +116,11 @@ def _choose_address(
         more = f"MLFLOW_TRACKING_URI is used, not {kept} (--trust-run uses it)"
         return (more if differs else ""), True
     if "***" in kept:
-        raise ValueError(f"the password of {kept} is not stored; give --mlflow-uri")
+        raise ValueError(f"the password of {kept} is not stored: give --mlflow-uri")
     if kept.startswith(("http://", "https://")):
         return f"sent without credentials to {kept} (--trust-run or --mlflow-uri send them)", False
-    if not kept.startswith("sqlite:"):
-        raise ValueError(f"the folder names {kept}; give --mlflow-uri, or --trust-run to use it")
+    if kept != mlflow.DEFAULT_URI:  # a file of the user, which MLflow would fill with tables
+        raise ValueError(f"the folder names {kept}: give --mlflow-uri, or --trust-run to use it")
     return "", False
 
 

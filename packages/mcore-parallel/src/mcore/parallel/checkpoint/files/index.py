@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import zipfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -397,10 +398,10 @@ def _has_name(path: Place) -> bool:
 def _list_keys(root: _Record) -> dict[str, StoredKey]:
     if not isinstance(root["storage_data"], dict):
         raise ValueError("the locations of the content are missing")
-    places: dict[str, dict[Shape | None, _Record]] = {}
+    places: dict[str, dict[bytes | None, _Record]] = {}
     for index, place in root["storage_data"].items():
         offset = index.get("offset")
-        start = None if offset is None else _check_shape(offset)
+        start = None if offset is None else _pack(_check_shape(offset))
         places.setdefault(_check_text(index["fqn"]), {})[start] = place
     return {
         _check_text(name): _describe_key(described, places.get(name, {}))
@@ -408,7 +409,12 @@ def _list_keys(root: _Record) -> dict[str, StoredKey]:
     }
 
 
-def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) -> StoredKey:
+def _pack(shape: Shape) -> bytes:
+    """Return the bytes of a shape, for a dict: a file can choose tuples with equal hashes."""
+    return array("q", shape).tobytes()
+
+
+def _describe_key(described: _Record, places: Mapping[bytes | None, _Record]) -> StoredKey:
     if described.name == "BytesStorageMetadata":
         [place] = places.values()
         return StoredKey(None, (), (_describe_piece(place, (), ()),))
@@ -425,7 +431,7 @@ def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) ->
         start, shape = _check_shape(chunk["offsets"]), _check_shape(chunk["sizes"])
         if not is_inside(start, shape, whole):
             raise ValueError(f"a shard {start} {shape} is outside its tensor {whole}")
-        pieces.append(_describe_piece(places[start], start, shape))
+        pieces.append(_describe_piece(places[_pack(start)], start, shape))
     return StoredKey(dtype, whole, tuple(pieces))
 
 
