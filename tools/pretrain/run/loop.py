@@ -92,7 +92,8 @@ class Loop:
 
     A device has up to two steps at once, so it never waits for the host: the host reads and logs a
     step while the device does the next one. Before a console line, a validation, a check, a save or
-    an end, and after each step on a CPU, the host has read all steps.
+    an end, and after each step on a CPU, the host has read all steps. If a rank fails, the numbers
+    of the last step before are missing in the log.
     """
 
     folder: RunFolder

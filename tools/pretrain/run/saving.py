@@ -50,7 +50,7 @@ class Saver:
             self._delete_surplus()
 
     def poll(self) -> None:
-        """Finish a background save that has ended on all ranks. Call it after each step.
+        """Finish a background save that has ended on all ranks. Call it between steps.
 
         Costs one all-reduce over all ranks while a save is running.
         """
