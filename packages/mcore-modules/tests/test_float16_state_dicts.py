@@ -119,6 +119,9 @@ def test_versions_of_modules_reach_them_through_a_parent():
     parent = torch.nn.ModuleDict({"child": Float16Module(BF16, Versioned(1, 1))})
     parent.load_state_dict(parent.state_dict())
     assert seen == [7]
+    # A wrapper of torch, whose keys contain its child.
+    parent["child"].load_state_dict(torch.nn.DataParallel(Versioned(1, 1)).state_dict())
+    assert seen == [7, 7]
 
 
 def test_copies_in_a_parent_load_into_themselves():

@@ -40,7 +40,7 @@ def test_arguments_have_the_documented_order() -> None:
         *("device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "hybrid_fsdp_group"),
         *("hsdp_outer_dp_shard", "expt_device_mesh"),
     ]
-    assert list(parameters)[7:] == [
+    assert [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
         *("hybrid_fsdp_expt_group", "fsdp_group_ag", "expt_fsdp_group_ag"),
     ]
 
@@ -326,6 +326,8 @@ def test_the_sixth_position_is_not_taken_for_a_flag(fake_world) -> None:
     for group in (dist.group.WORLD, None, 1):
         with pytest.raises(TypeError, match="the sixth position is hybrid_fsdp_expt_group"):
             FSDPDistributedIndex(mesh, "dp", None, "tp", None, group)
+        with pytest.raises(TypeError, match="the sixth position is hybrid_fsdp_expt_group"):
+            FSDPDistributedIndex(mesh, "dp", None, "tp", None, group, False, mesh, group, group)
     index = FSDPDistributedIndex(mesh, "dp", None, "tp", None, False)
     assert using_tensor_parallel(index) is True
     assert using_tensor_parallel(index, is_expert_parallel=True) is False

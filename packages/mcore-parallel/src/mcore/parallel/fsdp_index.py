@@ -100,7 +100,7 @@ class FSDPDistributedIndex:
         hybrid_fsdp_group: GroupLike | None = None,
         hsdp_outer_dp_shard: bool = False,
         expt_device_mesh: DeviceMesh | None = None,
-        *,
+        *misplaced: object,
         hybrid_fsdp_expt_group: GroupLike | None = None,
         fsdp_group_ag: GroupLike | None = None,
         expt_fsdp_group_ag: GroupLike | None = None,
@@ -111,7 +111,8 @@ class FSDPDistributedIndex:
                 "call torch.distributed.init_process_group and make a DeviceMesh first"
             )
 
-        if not isinstance(hsdp_outer_dp_shard, bool) or isinstance(expt_device_mesh, bool):
+        is_flag = isinstance(hsdp_outer_dp_shard, bool)
+        if misplaced or not is_flag or isinstance(expt_device_mesh, bool):
             raise TypeError(
                 f"hsdp_outer_dp_shard is a {type(hsdp_outer_dp_shard).__name__} and "
                 f"expt_device_mesh a {type(expt_device_mesh).__name__}. In Megatron-FSDP the sixth "
