@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,42 @@ def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
     for options in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+ANOTHER_RUN = """
+import sys, torch
+from mcore.parallel.checkpoint import CheckpointManager
+assert CheckpointManager(sys.argv[1]).save(torch.nn.Linear(2, 1), step=3)
+"""
+
+
+class WrittenWhileAnotherRunSaves:
+    """A value whose pickling, in the middle of a save, waits for the save of another process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.log = root, ""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        [self.unfinished] = [name for name in names(self.root) if name.startswith(".step_2.")]
+        command = [sys.executable, "-c", ANOTHER_RUN, str(self.root)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        self.log = done.stderr
+        return dict, ()
+
+
+def test_the_first_save_of_another_process_leaves_an_unfinished_save(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(linear(), step=1)
+    value = WrittenWhileAnotherRunSaves(tmp_path)
+    assert manager.save(linear(2.0), step=2, weights_only=False, value=value)
+    assert f"{tmp_path / value.unfinished} is not deleted: a process is still writing it" in (
+        value.log
+    )
+    assert names(tmp_path) == ["step_1", "step_2", "step_3"]
+    model = linear()
+    loaded = manager.load(model, step=2, weights_only=False)
+    assert loaded == {"step": 2, "value": {}}
+    assert model.weight.tolist() == [[2.0, 2.0]]
 
 
 @pytest.mark.usefixtures("on_each_device")

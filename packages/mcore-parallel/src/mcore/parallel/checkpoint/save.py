@@ -18,6 +18,7 @@ import secrets
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -276,7 +277,7 @@ def _write_and_publish(
 ) -> figures.SaveStats:
     """Write the file of this rank. If all have written, the first rank publishes them."""
     failure: Exception | None = None
-    with name_checkpoint("save", save.final):
+    with name_checkpoint("save", save.final), closing(save):
         try:
             if plan is not None and options.async_:
                 plan.require_whole()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import secrets
@@ -34,6 +35,8 @@ from mcore.parallel.torch_compat import METADATA_FILE
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+logger = logging.getLogger(__name__)
+
 CHECKPOINT_NAMES = r"(?:step|iter)_(\d+)"
 """The names of a run's checkpoints: ``step_20``, ``iter_0000020``."""
 
@@ -46,14 +49,19 @@ _REMOTE_PAYLOAD = re.compile(r"__\d+_0-[0-9a-f]{16}\.distcp")
 
 
 class LocalSave:
-    """A save in a hidden folder next to its final place. Each method syncs its changes."""
+    """A save in a hidden folder next to its final place. Each method syncs its changes.
+
+    The folder is locked until :meth:`close`, or until the process ends.
+    """
 
     def __init__(self, final: Path, token: int) -> None:
         self.final, self.folder = final, incomplete_sibling(final, token)
+        self._lock: int | None = None
 
     def begin(self) -> None:
         """Make the folder on every rank: shared file systems show it late to other hosts."""
         self.folder.mkdir(exist_ok=True)
+        self._lock = _lock_folder(self.folder, is_shared=True)
 
     def file_of(self, rank: int) -> Path:
         """Return the file that a rank writes."""
@@ -79,6 +87,12 @@ class LocalSave:
     def discard(self) -> None:
         """Delete the files of a failed save."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        _unlock(self._lock)
+        self._lock = None
 
 
 class RemoteSave:
@@ -114,6 +128,9 @@ class RemoteSave:
         """Raise if the storage has lost a file since."""
         for _, problem in size_problems(self.final, sizes):
             raise CheckpointingException(f"{problem} (the storage has lost it since)")
+
+    def close(self) -> None:
+        """Do nothing: storage at a URL has no locks."""
 
     def discard(self) -> None:
         """Delete the files of a failed save, as far as the storage responds."""
@@ -161,6 +178,36 @@ def remove_leftovers(folder: RemotePath) -> bool:
 
 def _filter_payloads(names: Iterable[str]) -> list[str]:
     return [name for name in names if _REMOTE_PAYLOAD.fullmatch(name)]
+
+
+def _lock_folder(folder: Path, *, is_shared: bool) -> int | None:
+    """Lock a folder and return a descriptor, None if the system cannot do that.
+
+    BlockingIOError if a process has locked it. Only processes of this host see the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child may have a copy of the descriptor
+        os.close(descriptor)
 
 
 def incomplete_sibling(path: Path, token: int) -> Path:
@@ -369,6 +416,8 @@ def remove_incomplete(root: PathLike) -> list[Place]:
     """Delete the leftovers of interrupted saves and deletions below a directory.
 
     Call it on one rank while no save into ``root`` is running, at the start of a job for example.
+    A save that a process on this host is still writing is left, with a warning. This does not hold
+    for processes on other hosts, nor at a URL.
 
     Args:
         root: The directory, or its URL. It need not exist.
@@ -388,7 +437,15 @@ def remove_incomplete(root: PathLike) -> list[Place]:
         if isinstance(entry, RemotePath):
             removed += [entry] if remove_leftovers(entry) else []
         elif is_incomplete_name(entry.name):
-            shutil.rmtree(entry)
+            try:
+                lock = _lock_folder(entry, is_shared=False)
+            except BlockingIOError:
+                logger.warning("%s is not deleted: a process is still writing it", entry)
+                continue
+            try:
+                shutil.rmtree(entry)
+            finally:
+                _unlock(lock)
             removed.append(entry)
     return removed
 

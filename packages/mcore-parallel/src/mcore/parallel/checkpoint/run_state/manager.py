@@ -101,9 +101,10 @@ class CheckpointManager:
         """Write the checkpoint of a step, or start to, if the step is divisible by ``every``.
 
         Call it after every step. Other steps return immediately, without communication. The first
-        save deletes the leftovers of killed saves in the folder. If the run went back, it also sets
-        checkpoints of this and later steps aside, as :meth:`rollback` does. If :meth:`load_latest`
-        found a checkpoint of this step damaged, that is renamed to ``step_N.damaged``.
+        save deletes the leftovers of killed saves in the folder, see :func:`remove_incomplete`. If
+        the run went back, it also sets checkpoints of this and later steps aside, as
+        :meth:`rollback` does. If :meth:`load_latest` found a checkpoint of this step damaged, that
+        is renamed to ``step_N.damaged``.
 
         Args:
             model: As for :func:`save_training_state`.
