@@ -13,11 +13,7 @@ import torch.distributed as dist
 
 from mcore.modules import MegatronModule, TransformerConfig, param_is_not_shared, unwrap_model
 from mcore.observe import log_on_each_pipeline_stage
-from mcore.parallel import (
-    ProcessGroups,
-    copy_tensor_model_parallel_attributes,
-    get_pg_size,
-)
+from mcore.parallel import ProcessGroups, copy_tensor_model_parallel_attributes, get_pg_size
 from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor.param_flags import mark_param_shared
 from pretrain.model.experts import is_expert, mark_expert

@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mcore.modules import MegatronModule
-from mcore.parallel import (
-    FSDPDistributedIndex,
-    ProcessGroups,
-    get_pg_size,
-    resolve_submesh,
-)
+from mcore.parallel import FSDPDistributedIndex, ProcessGroups, get_pg_size, resolve_submesh
 from mcore.tensor import to_local_if_dtensor
 from pretrain.model.experts import Experts, is_expert
 from pretrain.model.gpt import TransformerLayer

@@ -123,8 +123,7 @@ class Loop:
         self.summary = Summary(self.folder, settings, first_step=self.first_step)
         self.flops_per_step = training_flops(settings)
         self.totals: dict[str, Any] = {}
-        self.report_memory = True
-        self.finished = [time.time()]
+        self.report_memory, self.finished = True, [time.time()]
 
     def run(self) -> None:
         """Train to the last step.
@@ -282,8 +281,7 @@ class Loop:
         self.observed.log_metrics(metrics, versus_samples=False)
 
     def _validate(self) -> None:
-        loss = self.steps.validation_loss()
-        self.summary.validation = loss
+        loss = self.summary.validation = self.steps.validation_loss()
         if not is_writer():
             return
         step, objective = self.progress.step, self.steps.objective

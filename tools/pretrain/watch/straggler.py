@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -132,17 +132,13 @@ class StepRanges:
             self._find_longest(took)
         dist.barrier()  # else the others would wait for the slow rank inside their next section
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Gradients of this rank."""
-        with self._time_section("backward"):
-            yield
+        return self._time_section("backward")
 
-    @contextmanager
-    def optimizer(self) -> Iterator[None]:
+    def optimizer(self) -> AbstractContextManager[None]:
         """The update of the weights."""
-        with self._time_section("optimizer"):
-            yield
+        return self._time_section("optimizer")
 
     @contextmanager
     def _time_section(self, name: str) -> Iterator[None]:
@@ -195,9 +191,9 @@ class StragglerWatch:
     ) -> None:
         StragglerDetector.reset_singleton()
         self.detector = StragglerDetector()
-        self.reports = 0
+        self.reports = self._steps = 0
         self.named: Counter[int] = Counter()
-        self._folder = folder
+        self._folder, self._device, self._is_starting = folder, device, is_starting
         self._flops_per_step = flops_per_step
         self._stages = settings.pp
         # Ranks that wait for each other inside a section: neighbours.
@@ -205,10 +201,7 @@ class StragglerWatch:
         if settings.fsdp or settings.ep > 1:
             self._coupled = settings.world_size // settings.pp
         self._tokens_per_step = settings.global_batch_size * settings.seq_length
-        self._steps = 0
         self.waits = CpuWaits(device)
-        self._device = device
-        self._is_starting = is_starting
         self._all_started = False  # equal on all ranks
         self._has_reported = False
         self._handler: logging.Handler | None = None
@@ -226,11 +219,9 @@ class StragglerWatch:
             peers=f"stage {rank // (settings.world_size // settings.pp)}",
         )  # fmt: skip
         if self.detector.controller_error is not None:
-            print(
-                f"straggler detector: port {settings.straggler_port} cannot be used "
-                f"({self.detector.controller_error.strerror}). The detector works without it",
-                flush=True,
-            )
+            problem = f"cannot be used ({self.detector.controller_error.strerror})"
+            text = f"port {settings.straggler_port} {problem}. The detector works without it"
+            print(f"straggler detector: {text}", flush=True)
         elif self.detector.controller_address is not None:
             host, port = self.detector.controller_address
             print(f"straggler detector: http://{host}:{port}/ui", flush=True)
@@ -294,28 +285,21 @@ class StragglerWatch:
 
     def _report_slow_ranks(self, report: StragglerReport, step: int, waited: torch.Tensor) -> None:
         self.reports += 1
-        slow = {}
+        slow: dict[Outlier, float] = {}
         for one in report.stragglers:
             if one.metric in SECTIONS:
                 waited_ms = float(waited[one.rank, SECTIONS.index(one.metric)])
                 times = times_the_fastest(report, one, stages=self._stages, waited_ms=waited_ms)
                 if times >= _WORTH_A_LINE:
-                    slow[one.rank, one.metric] = times
-        self.named.update({rank for rank, _ in slow})
+                    slow[one] = times
+        self.named.update({one.rank for one in slow})
         if is_writer() and self._folder.path.is_dir():  # writing would create a deleted folder
-            named = [
-                replace(one, score=1 / slow[one.rank, one.metric])
-                for one in report.stragglers
-                if (one.rank, one.metric) in slow
-            ]
+            named = [replace(one, score=1 / times) for one, times in slow.items()]
             log_slow_ranks(self._folder.path, step, named)
-        if dist.get_rank() == 0:
-            for (rank, section), times in slow.items():
-                print(
-                    f"straggler: rank {rank} takes {times:.1f} times as long as the fastest rank "
-                    f"{'of its stage ' if self._stages > 1 else ''}for its {section}",
-                    flush=True,
-                )
+        among = "fastest rank of its stage" if self._stages > 1 else "fastest rank"
+        for one, times in slow.items() if dist.get_rank() == 0 else ():
+            line = f"rank {one.rank} takes {times:.1f} times as long as the {among}"
+            print(f"straggler: {line} for its {one.metric}", flush=True)
 
     def summary(self) -> str | None:
         """How often each rank was reported, or None without a report."""

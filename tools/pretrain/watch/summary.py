@@ -63,9 +63,7 @@ class Summary:
     """Measures the steps of this start and formats the result."""
 
     def __init__(self, folder: RunFolder, settings: Settings, *, first_step: int) -> None:
-        self.folder = folder
-        self.settings = settings
-        self.first_step = first_step
+        self.folder, self.settings, self.first_step = folder, settings, first_step
         self.seconds: list[float] = []  # of each step
         self.validation: float | None = None
         self.num_skipped = 0  # of the last steps, because of gradients that were not finite
