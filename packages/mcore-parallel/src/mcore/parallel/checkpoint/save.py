@@ -296,11 +296,11 @@ def _write_and_publish(
             results = team.gather(message, width)
             clock.end_phase("write")
             written = team.agree_max(lambda: _publish(save, plan, results, failure), 2)[1]
-            clock.end_phase("publish")
         except CheckpointingException:
             if team.is_first:
                 save.discard()
             raise
+    clock.end_phase("publish")
     stats = clock.stop(*written)
     if team.is_first:
         logger.info("saved %s: %s", save.final, stats)

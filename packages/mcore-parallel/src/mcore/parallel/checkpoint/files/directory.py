@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
@@ -56,12 +56,12 @@ class LocalSave:
 
     def __init__(self, final: Path, token: int) -> None:
         self.final, self.folder = final, incomplete_sibling(final, token)
-        self._lock: int | None = None
+        self._lock = ExitStack()
 
     def begin(self) -> None:
         """Make the folder on every rank: shared file systems show it late to other hosts."""
         self.folder.mkdir(exist_ok=True)
-        self._lock = _lock_folder(self.folder, is_shared=True)
+        self._lock.enter_context(_lock_folder(self.folder, is_shared=True))
 
     def file_of(self, rank: int) -> Path:
         """Return the file that a rank writes."""
@@ -91,8 +91,7 @@ class LocalSave:
 
     def close(self) -> None:
         """Unlock the folder."""
-        _unlock(self._lock)
-        self._lock = None
+        self._lock.close()
 
 
 class RemoteSave:
@@ -180,34 +179,23 @@ def _filter_payloads(names: Iterable[str]) -> list[str]:
     return [name for name in names if _REMOTE_PAYLOAD.fullmatch(name)]
 
 
-def _lock_folder(folder: Path, *, is_shared: bool) -> int | None:
-    """Lock a folder and return a descriptor, None if the system cannot do that.
+@contextmanager
+def _lock_folder(folder: Path, *, is_shared: bool) -> Iterator[None]:
+    """Lock a folder, if the system can. BlockingIOError if another process has locked it.
 
-    BlockingIOError if a process has locked it. Only processes of this host see the lock.
+    Only processes on this host see the lock. It ends with the process.
     """
-    try:
-        import fcntl
-    except ImportError:  # on Windows
-        return None
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+    with ExitStack() as cleanup:
+        try:
+            import fcntl  # Windows has none
+
+            cleanup.callback(os.close, descriptor := os.open(folder, os.O_RDONLY))
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise
-        return None
-    return descriptor
-
-
-def _unlock(descriptor: int | None) -> None:
-    if descriptor is not None:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child may have a copy of the descriptor
-        os.close(descriptor)
+        except (ImportError, OSError) as error:
+            logger.debug("%s cannot be locked: %s", folder, error)
+        yield
 
 
 def incomplete_sibling(path: Path, token: int) -> Path:
@@ -438,15 +426,11 @@ def remove_incomplete(root: PathLike) -> list[Place]:
             removed += [entry] if remove_leftovers(entry) else []
         elif is_incomplete_name(entry.name):
             try:
-                lock = _lock_folder(entry, is_shared=False)
+                with _lock_folder(entry, is_shared=False):
+                    shutil.rmtree(entry)
+                removed.append(entry)
             except BlockingIOError:
                 logger.warning("%s is not deleted: a process is still writing it", entry)
-                continue
-            try:
-                shutil.rmtree(entry)
-            finally:
-                _unlock(lock)
-            removed.append(entry)
     return removed
 
 

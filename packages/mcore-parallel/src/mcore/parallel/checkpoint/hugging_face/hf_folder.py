@@ -36,13 +36,8 @@ from mcore.parallel.checkpoint.files.directory import LocalSave, reserve, sync_f
 from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, local_path, open_regular, read_regular
 from mcore.parallel.checkpoint.hugging_face.names import Names, find_rule
+from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.planning.description import describe_leaves
-from mcore.parallel.checkpoint.planning.staging import (
-    data_problem,
-    list_candidates,
-    list_local,
-    view_box,
-)
 from mcore.parallel.checkpoint.planning.writers import WRITTEN, GlobalPlan
 from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.save import save_sharded_state_dict
@@ -122,7 +117,7 @@ def save_hf(
             reserve(final)
         entries = Entries([((one.key,), one) for one in shards], [], {}, [])
         facts = {"folders": f"{final}"}  # equal on all ranks
-        leaves = list_candidates(entries)
+        leaves = staging.list_candidates(entries)
         described = describe_leaves(entries, leaves, team.size, facts, check_replicas=True)
         payload = pickle.dumps(described)
         return (final, leaves, payload), [len(payload)]
@@ -254,11 +249,10 @@ def _list_stored(state: State, mapping: Names) -> _Listed:
             left.append(key)
             continue
         shard = bare_shard(leaf, key) if isinstance(leaf, torch.Tensor) else leaf
-        [held] = list_local([shard])
-        local = None if held is None else view_box(shard, held)
-        problem = (
-            "is no parameter, buffer or tensor with data" if local is None else data_problem(local)
-        )
+        [local] = staging.list_local([shard])
+        problem: str | None = "is no parameter, buffer or tensor with data"
+        if local is not None:
+            problem = staging.data_problem(local := staging.view_box(shard, local))
         if local is None or problem or local.dtype not in _KINDS:
             problem = problem or f"has {leaf.dtype}, which safetensors lacks"
             raise CheckpointingException(f"key {key!r} {problem}. None in the mapping omits it")

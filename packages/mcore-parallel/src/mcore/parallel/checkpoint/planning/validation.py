@@ -14,12 +14,8 @@ import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import Box, is_inside
-from mcore.parallel.checkpoint.planning.description import (
-    ShardRecord,
-    decode_records,
-    describe_entries,
-    encode_records,
-)
+from mcore.parallel.checkpoint.planning import description
+from mcore.parallel.checkpoint.planning.description import ShardRecord
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.shortened import ranks_text, titled_list
@@ -58,7 +54,7 @@ def describe_shards(
         >>> [record.shard_shape for record in describe_shards({"w": shard})]
         [(3,)]
     """
-    return describe_entries(flatten_state_dict(state_dict), is_first=is_first_rank)
+    return description.describe_entries(flatten_state_dict(state_dict), is_first=is_first_rank)
 
 
 def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> list[str]:
@@ -141,14 +137,15 @@ def validate_sharding_integrity(
 
     def pack() -> tuple[bytes, list[int]]:
         entries = flatten_state_dict(sharded_state_dict)
-        packed = encode_records(describe_entries(entries, is_first=team.is_first))
+        records = description.describe_entries(entries, is_first=team.is_first)
+        packed = description.encode_records(records)
         return packed, [len(packed)]
 
     packed, [width] = team.agree_max(pack, 1)
     gathered = team.gather(packed, width)
 
     def check() -> None:
-        if problems := validate_plans([decode_records(one) for one in gathered]):
+        if problems := validate_plans([description.decode_records(one) for one in gathered]):
             raise CheckpointingException(titled_list(NOT_WHOLE, problems))
 
     team.agree(check)

@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.manifest import ALIGNMENT_BYTES, DTYPES, Piece, StoredKey
 from mcore.parallel.checkpoint.objects import ShardedObject
-from mcore.parallel.checkpoint.planning import staging, validation
-from mcore.parallel.checkpoint.planning.description import (
-    Description,
-    ShardRecord,
-    name_box,
-    unpack,
-    unpack_records,
-)
+from mcore.parallel.checkpoint.planning import description, staging, validation
+from mcore.parallel.checkpoint.planning.description import Description, ShardRecord
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.checkpoint.state_tree import Path, Role
 from mcore.parallel.shortened import ranks_text, titled_list
@@ -68,7 +62,7 @@ class GlobalPlan:
     def __init__(self, ranks: Sequence[Description]) -> None:
         packed = [one for rank in ranks for one in (rank.replicas, rank.digests, rank.roles)]
         packed_records = [one for rank in ranks for one in (rank.written, rank.common)]
-        plain, records = unpack(packed), unpack_records(packed_records)
+        plain, records = description.unpack(packed), description.unpack_records(packed_records)
         facts = [(n, name, rank.facts[name]) for n, rank in enumerate(ranks) for name in rank.facts]
         digests = [plain[one] for one in {rank.digests for rank in ranks}]
         contents = [(0, name, one[name]) for one in digests for name in one]
@@ -111,8 +105,8 @@ class GlobalPlan:
     def _share_bare_shards(self) -> None:
         """Let one rank write each shard that several hold."""
         holders: dict[ShardRecord, list[tuple[int, int]]] = {}
-        for rank, description in enumerate(self._ranks):
-            for number in description.bare:
+        for rank, described in enumerate(self._ranks):
+            for number in described.bare:
                 holders.setdefault(self._shards[rank][number], []).append((rank, number))
         shared = {record: found for record, found in holders.items() if len(found) > 1}
         # Greedy balance: the largest shard first, each to the holder with the fewest bytes so far.
@@ -130,8 +124,8 @@ class GlobalPlan:
         Equal tensors are spread if the first rank would write much more than another.
         """
         ranks_of: dict[bytes, list[int]] = {}  # those with the same leaves
-        for rank, description in enumerate(self._ranks):
-            ranks_of.setdefault(description.common, []).append(rank)
+        for rank, described in enumerate(self._ranks):
+            ranks_of.setdefault(described.common, []).append(rank)
         not_shared = self._per_rank | self._left_out
         holders: dict[ShardRecord, list[tuple[bytes, int]]] = {}
         for packed, ranks in ranks_of.items():
@@ -184,19 +178,19 @@ class GlobalPlan:
         """Raise CheckpointingException if the shards of all ranks do not make whole tensors."""
         # Many ranks hold equal replicas, so the first check skips repeats. A failure repeats the
         # check with all of them, to name every rank.
-        others = unpack_records([one.others for one in self._ranks])
+        others = description.unpack_records([one.others for one in self._ranks])
         for skips_repeats in (True, False):
             seen: set[bytes] = set()
             ranks = []
-            for rank, description in enumerate(self._ranks):
+            for rank, described in enumerate(self._ranks):
                 records, flags = [*self._shards[rank]], self.flags[rank]
                 # Usually a rank writes all of its shards, which have the first flags, and no more.
                 more = any(flags[len(records) :]) or (rank == 0 and self.merged)
                 if more or flags.count(WRITTEN) < len(records):
                     records = [write.record for write in self.iterate_writes(rank)]
-                if not skips_repeats or description.others not in seen:
-                    seen.add(description.others)
-                    records += others[description.others]
+                if not skips_repeats or described.others not in seen:
+                    seen.add(described.others)
+                    records += others[described.others]
                 ranks.append(records)
             problems = validation.validate_plans(ranks)
             if not problems:
@@ -239,7 +233,7 @@ class GlobalPlan:
             for place, number in enumerate(flagged):
                 shard = self._shards[rank][number]
                 digest = own[place * staging.DIGEST_BYTES : (place + 1) * staging.DIGEST_BYTES]
-                compared.append((rank, name_box(shard), digest))
+                compared.append((rank, description.name_box(shard), digest))
         _require_equal_content(compared)
 
     def name_pieces(
@@ -282,7 +276,8 @@ class GlobalPlan:
         A key other than its dotted path, such as the key of stacked layers, is put at the top.
         """
         paths: dict[str, Path] = {}
-        for names, lengths, flat in unpack([rank.paths for rank in self._ranks]).values():
+        unpacked = description.unpack([rank.paths for rank in self._ranks])
+        for names, lengths, flat in unpacked.values():
             steps = (sys.intern(step) if type(step) is str else step for step in flat)
             for name, length in zip(names, lengths, strict=True):
                 path = tuple(islice(steps, length))
