@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -113,6 +114,20 @@ def test_a_picture(folders, tmp_path):
 def test_what_is_not_there_is_an_error_that_says_so(folders, capsys, words, message):
     assert main([word.format(first=folders[0]) for word in words]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_pipe_in_a_folder_does_not_block(tmp_path, capsys):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert main(["show", str(tmp_path)]) == 1
+    assert "has no metrics: there is no" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").unlink()
+    JsonlSink(tmp_path / "metrics.jsonl").log({"loss": 2.5}, 1)
+    for name in ("config.json", "slow_ranks.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert Run.read(tmp_path).curves == {"loss": {1: 2.5}}
+    os.mkfifo(tmp_path / "given")
+    with subprocess.Popen(["cp", str(tmp_path / "metrics.jsonl"), str(tmp_path / "given")]):
+        assert Run.read(tmp_path / "given").curves == {"loss": {1: 2.5}}
 
 
 def test_sparklines():

@@ -71,7 +71,8 @@ class Run:
         """
         given = Path(path)
         file = RunFolder(given).metrics if given.is_dir() else given
-        if not file.exists():
+        # A pipe in a folder would block. One that is given, such as /dev/stdin, is read.
+        if not (file.is_file() or (file == given and file.exists())):
             raise FileNotFoundError(f"{given} has no metrics: there is no {file}")
         run = cls(
             given.absolute().name if given.is_dir() else given.absolute().parent.name,
@@ -234,7 +235,7 @@ def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
 def _read_settings(file: Path) -> dict[str, str]:
     """Return the settings that a run's job wrote, none if the file is missing or incomplete."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     nested = config.pop("settings", None) if isinstance(config, dict) else None
