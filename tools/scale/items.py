@@ -148,8 +148,8 @@ def collectives(meter: Meter) -> None:
     """
     group: Any = dist.group
     calls: dict[str, Callable[[], Any]] = {
-        "agreement": lambda: agreement.require_equal({"seed": 1}, None, group.WORLD),
-        "a rank's error": lambda: agreement.max_or_raise((), ValueError("lost"), group.WORLD),
+        "agreement": lambda: agreement.require_equal({"seed": 1}, [], group.WORLD),
+        "a rank's error": lambda: agreement.max_or_raise((), [ValueError("lost")], group.WORLD),
         "log step": lambda: parallel.reduce_step_stats({"loss": 1.0}, {"ok": True}, group.WORLD),
         "replicas": lambda: check(torch.nn.Linear(4, 4), True, dp_group=group.WORLD),
     }

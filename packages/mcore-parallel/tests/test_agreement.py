@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.parallel import agreement
+from mcore.parallel import agreement, reductions
 from mcore.parallel.agreement import (
     first_difference,
     gathered_reports,
     max_or_raise,
+    require_equal,
     text_digest,
 )
+from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.mesh_groups import agree_on_groups
+from mcore.parallel.process_groups.creation import agree_on_plan
 from mcore.parallel.torch_compat import can_order_ranks
 from rank_testing import run_ranks
 
@@ -22,7 +28,7 @@ from rank_testing import run_ranks
 def outcome(numbers: list[Any], error: Exception | None) -> object:
     group = dist.group.WORLD
     try:
-        return max_or_raise(numbers, error, group)
+        return max_or_raise(numbers, [] if error is None else [error], group)
     except Exception as raised:
         return type(raised).__name__, str(raised), raised is error
 
@@ -40,7 +46,8 @@ def agree_and_fail() -> list[object]:
     if can_order_ranks():
         reversed_group = dist.new_group([2, 1, 0], sort_ranks=False)
         try:
-            max_or_raise([0], None if rank == 1 else ValueError(f"from {rank}"), reversed_group)
+            failed = [] if rank == 1 else [ValueError(f"from {rank}")]
+            max_or_raise([0], [*failed], reversed_group)
         except ValueError as raised:
             found.append(str(raised))
     return found
@@ -89,13 +96,51 @@ def reports_and_messages() -> list[object]:
         gathered_reports(None, group),
         gathered_reports(["first", None, "\u00e4" * 5000][rank], group),
         gathered_reports("" if rank == 1 else None, group),
-        max_or_raise([rank, -rank], None, group),
-        max_or_raise([rank], None, group),
+        max_or_raise([rank, -rank], [], group),
+        max_or_raise([rank], [], group),
         outcome([rank], ValueError("no") if rank == 1 else None)[1:2],  # type: ignore[index]
         first_difference([b"same", b"%04d" % rank, b"same"], group),
         first_difference([b"same"], group),
         messages,
     ]
+
+
+class LostError(ValueError):
+    """Can be referenced weakly, unlike the errors of Python."""
+
+
+def fail() -> Any:
+    raise LostError("lost")
+
+
+def test_an_error_that_all_ranks_raise_keeps_no_frame_alive(fake_world) -> None:
+    fake_world(0, 4)
+    group = dist.group.WORLD
+    calls: dict[str, Any] = {
+        "numbers": lambda: max_or_raise([], [LostError("lost")], group),
+        "arguments": lambda: require_equal({"a": 1}, [LostError("lost")], group),
+        "sizes": lambda: agree_on_plan(fail, dict),
+        "meshes": lambda: agree_on_groups(fail, {}),
+        "maxima": lambda: reductions._reduce(fail, group, ""),
+        "save": lambda: Team(group, 0, 4).agree(fail),
+        "first rank": lambda: Team(group, 0, 4).scatter(fail, 8),
+    }
+    found: dict[str, Any] = {}
+    gc.collect()
+    gc.disable()  # a group in a frame would keep its threads until the next collection
+    try:
+        for name, call in calls.items():
+            try:
+                call()
+            except Exception as error:
+                own = error if isinstance(error, LostError) else error.__cause__
+                assert isinstance(own, LostError)
+                found[name] = weakref.ref(own)
+                del own
+        assert {name for name, error in found.items() if error() is not None} == set()
+    finally:
+        gc.enable()
+    assert found.keys() == calls.keys()
 
 
 def reports_beyond_the_limit() -> dict[int, str]:

@@ -323,7 +323,7 @@ def test_no_wait_for_the_gpu_before_the_collective(monkeypatch) -> None:
         dist.all_reduce(stat.clone())  # make the communicator
         torch.cuda.set_sync_debug_mode("error")
         codes = [encode_double_tensor(stat), encode_double(-0.5)]
-        assert max_or_raise(codes, None, dist.group.WORLD) == [
+        assert max_or_raise(codes, [], dist.group.WORLD) == [
             encode_double(0.1),
             encode_double(-0.5),
         ]

@@ -3,6 +3,10 @@
 The first message always has 512 bytes: gloo ends the process if the ranks' messages differ in size.
 Texts, also of a fixed size, follow only after a failure.
 
+A rank passes an error that it caught in a list, which the raise empties. If a variable held the
+error, the frames and with them the process group and its threads would stay until a collection of
+garbage.
+
 All-reduces with MAX compare numbers: every rank sends ``x`` and ``-x``, so the results are the
 largest ``x`` and minus the smallest. They are negatives of each other only if all ranks sent the
 same ``x``. One collective thus compares any number of values, and every rank sees the outcome.
@@ -37,34 +41,35 @@ _KINDS: dict[str, type[Exception]] = {
 
 def max_or_raise(
     numbers: Sequence[int | torch.Tensor],
-    error: Exception | None,
+    failed: list[Exception],
     group: dist.ProcessGroup,
     facts: str = "",
     device: torch.device | None = None,
 ) -> list[int]:
     """Return the ranks' largest numbers. An error of one rank is raised on all with kind and text.
-    No tensor is waited for before the all-reduce.
+    ``failed`` has this rank's error if there is one. No tensor is waited for before the all-reduce.
 
     One all-reduce (MAX of 64 int64), and one more for numbers that do not fit. ``facts`` and the
     number of numbers must be equal on all ranks without an error, else all raise ValueError.
     ``device`` is the result of :func:`comm_device`, if the caller has it.
     """
     size, device = group.size(), device or comm_device(group)
-    place = 0 if error is None else size - group.rank()  # largest for the first rank that failed
-    digest = text_digest(f"{len(numbers)} {facts}") if error is None else 0
-    block = [place, digest, -digest, *([] if error else numbers)][:_BLOCK]
+    place = size - group.rank() if failed else 0  # largest for the first rank that failed
+    digest = 0 if failed else text_digest(f"{len(numbers)} {facts}")
+    block = [place, digest, -digest, *([] if failed else numbers)][:_BLOCK]
     block += [0] * (_BLOCK - len(block))
     first_failed, largest, minus_smallest, *maxima = _reduce_max(block, device, group)
     if first_failed:
-        failed = size - first_failed
-        kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-        message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
-        dist.broadcast(message, group=group, group_src=failed)
-        if error is not None:
-            raise error
+        source = size - first_failed
+        own = [name for one in failed for name, known in _KINDS.items() if isinstance(one, known)]
+        text = f"{next(iter(own), '')}\n{failed[0] if failed else ''}"
+        message = _encode(text, _ERROR_BYTES, group)
+        dist.broadcast(message, group=group, group_src=source)
+        if failed:
+            raise failed.pop()
         [received] = _decode(message, _ERROR_BYTES)
         kind, _, text = received.partition("\n")
-        rank = dist.get_global_rank(group, failed)
+        rank = dist.get_global_rank(group, source)
         raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
     if largest != -minus_smallest:
         message = _encode(facts or f"{len(numbers)} numbers to compare", _FACT_BYTES, group)
@@ -82,7 +87,7 @@ def max_or_raise(
 
 def require_equal(
     arguments: Mapping[str, object],
-    error: Exception | None,
+    failed: list[Exception],
     group: dist.ProcessGroup,
     state: object = "",
 ) -> bool:
@@ -92,7 +97,7 @@ def require_equal(
     digests = [text_digest(str(value)) for value in (state, *arguments.values())]
     numbers = [number for digest in digests for number in (digest, -digest)]
     facts = f"the arguments {', '.join(arguments)}"
-    reduced = iter(max_or_raise(numbers, error, group, facts))
+    reduced = iter(max_or_raise(numbers, failed, group, facts))
     is_equal = [
         largest == -minus_smallest for largest, minus_smallest in zip(reduced, reduced, strict=True)
     ]
@@ -118,7 +123,7 @@ def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup
     """
     if is_checking_tensors():
         facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
-        max_or_raise((), None, group, facts)
+        max_or_raise((), [], group, facts)
 
 
 def check_on_all_ranks(
@@ -129,13 +134,13 @@ def check_on_all_ranks(
     """
     if group is None or not is_checking_tensors():
         return check()
-    error, result, facts = None, None, ""
+    failed, result, facts = list[Exception](), None, ""
     try:
         result = check()
         facts = describe(result)
-    except Exception as own_error:
-        error = own_error
-    max_or_raise((), error, group, facts)
+    except Exception as error:
+        failed.append(error)
+    max_or_raise((), failed, group, facts)
     return cast("_T", result)
 
 

@@ -60,17 +60,17 @@ def agree_on_groups(
     Collective on the world group: one all-reduce (MAX of 64 int64), and a creation if necessary.
     An error of one rank is raised on all.
     """
-    error, resolved = None, None
+    failed, resolved = list[Exception](), None
     try:
         resolved = resolve()
-    except Exception as own_error:
-        error = own_error
+    except Exception as error:
+        failed.append(error)
     expert = None if resolved is None else resolved[1]
     hybrid = None if expert is None else expert.hybrid_mesh
     is_lacking = expert is not None and hybrid is not None and expert.hybrid_group is None
     facts = ", ".join(f"{name}={value}" for name, value in arguments.items())
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    [any_lacks] = max_or_raise([is_lacking], error, world, facts)
+    [any_lacks] = max_or_raise([is_lacking], failed, world, facts)
     dense, expert = cast("tuple[MeshGroups, MeshGroups | None]", resolved)
     if not any_lacks:
         return dense, expert

@@ -241,12 +241,12 @@ def _reduce(
 ) -> list[int]:
     """Return the maxima of the codes. A rank that cannot encode still reaches the collective."""
     codes: Sequence[int | torch.Tensor] = ()
-    error: Exception | None = None
+    failed: list[Exception] = []
     try:
         codes = encode()
-    except Exception as own_error:
-        error = own_error
-    return max_or_raise(codes, error, group, facts)
+    except Exception as error:
+        failed.append(error)
+    return max_or_raise(codes, failed, group, facts)
 
 
 def _sort_names(mapping: Mapping[str, object]) -> list[str]:

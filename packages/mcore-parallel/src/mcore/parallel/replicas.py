@@ -121,7 +121,7 @@ def check_param_hashes_across_dp_replicas(
         True
     """
     given = {"expt_dp": expert_dp_group, "dp": dp_group}
-    groups, error = _resolve_groups(given)
+    groups, failed = _resolve_groups(given)
     prepared: dict[str, _Replicated] = {}
     try:
         params: dict[str, list[NamedParam]] = {field: [] for field in given}
@@ -133,13 +133,13 @@ def check_param_hashes_across_dp_replicas(
         arguments = f"the arguments cross_check={bool(cross_check)}, bit_exact={bool(bit_exact)}"
         for replicated in prepared.values():
             replicated.descriptions.insert(0, arguments)
-    except Exception as own_error:
-        error = error or own_error
+    except Exception as error:
+        failed = failed or [error]
     verdict = True
     for field, group in groups.items():
-        verdict, error = _compare(group, prepared.get(field), cross_check, verdict, error)
-    if error is not None:
-        raise error
+        verdict = _compare(group, prepared.get(field), cross_check, verdict, failed)
+    if failed:
+        raise failed.pop()
     return verdict
 
 
@@ -190,19 +190,19 @@ def param_hashes(
 
 def _resolve_groups(
     given: Mapping[str, AnyGroup | None],
-) -> tuple[dict[str, dist.ProcessGroup], Exception | None]:
+) -> tuple[dict[str, dist.ProcessGroup], list[Exception]]:
     """Return the usable groups of several ranks, and the error of a group that is not usable."""
     groups: dict[str, dist.ProcessGroup] = {}
-    error: Exception | None = None
+    failed: list[Exception] = []
     for field, group in given.items():
         try:
             member = group_of_several(group, field)
-        except (TypeError, ValueError) as own_error:
-            error = own_error
+        except (TypeError, ValueError) as error:
+            failed = [error]
         else:
             if member is not None:
                 groups[field] = member
-    return groups, error
+    return groups, failed
 
 
 def _warn_of_unchecked(
@@ -292,23 +292,24 @@ def _compare(
     replicated: _Replicated | None,
     cross_check: bool,
     earlier: bool,
-    error: Exception | None,
-) -> tuple[bool, Exception | None]:
-    """Compare over one group and return the verdict so far, or the error of all ranks.
+    failed: list[Exception],
+) -> bool:
+    """Compare over one group and return the verdict so far. ``failed`` gets the error of all ranks.
     The error is not raised yet, since the ranks of the next group wait for this rank too.
     """
     try:
         # Equal bytes on all ranks have equal maxima of themselves and of their inverses.
         digest = _digest(repr(replicated and replicated.descriptions))
         inverse = [255 - byte for byte in digest]
-        any_differed, *highest = max_or_raise([int(not earlier), *digest, *inverse], error, group)
+        any_differed, *highest = max_or_raise([int(not earlier), *digest, *inverse], failed, group)
         replicated = cast("_Replicated", replicated)  # a rank without it has an error
         if highest != [*digest, *inverse]:
             _raise_difference(replicated.descriptions, group)
         is_equal = _compare_digests(replicated, group, cross_check)
-    except Exception as new_error:
-        return False, new_error
-    return is_equal and not (any_differed if cross_check else not earlier), None
+    except Exception as error:
+        failed[:] = [error]
+        return False
+    return is_equal and not (any_differed if cross_check else not earlier)
 
 
 def _raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -181,19 +181,19 @@ def drain_embedding_wgrad_compute(
     is_split = getattr(config, "sequence_parallel", False)
     gather_group = group if group is not None and group.size() > 1 and is_split else None
     num_ranks = 1 if gather_group is None else gather_group.size()
-    error: Exception | None = None
+    failed: list[Exception] = []
     try:
         _check_pairs(inputs, grads, weight, num_ranks)
         for index, input_ in enumerate(inputs if num_ranks > 1 else ()):
             size, slot = num_ranks * input_.numel(), _SLOT_NAMES[index % 2]
             get_global_memory_buffer().reserve(size, input_.dtype, slot, device=input_.device)
-    except Exception as own_error:
+    except Exception as error:
         if gather_group is None:
             raise
-        error = own_error
+        failed.append(error)
     if gather_group is not None:  # all ranks raise if any rank fails
         shapes = [(tuple(input_.shape), str(input_.dtype)) for input_ in inputs]
-        require_equal({"embedding_activation_buffer": shapes}, error, gather_group)
+        require_equal({"embedding_activation_buffer": shapes}, failed, gather_group)
     use_fused = bool(getattr(config, "gradient_accumulation_fusion", False))
     pending = _start_gather(inputs[0], 0, gather_group) if inputs else None
     count = 0

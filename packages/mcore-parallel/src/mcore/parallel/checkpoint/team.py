@@ -53,13 +53,13 @@ class Team:
 
         Flags, of which there may be many, are sent as bytes.
         """
-        cause: Exception | None = None
+        causes: list[Exception] = []  # see agreement
         failure = 0
         numbers: Sequence[int] = [0] * count
         try:
             result, numbers = step()
         except Exception as error:
-            cause = error
+            causes.append(error)
             # The maximum decides: one failure of another kind makes it no mere damage.
             failure = 1 if isinstance(error, errors.DamagedCheckpointError) else 2
         combined = [failure, *numbers]
@@ -70,11 +70,11 @@ class Team:
                     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
                     combined = list(bytes_of(message))
                 else:
-                    combined = max_or_raise(combined, None, self.group, device=self._device)
+                    combined = max_or_raise(combined, [], self.group, device=self._device)
         failure, *combined = combined
         if failure:
             kind = errors.DamagedCheckpointError if failure == 1 else errors.CheckpointingException
-            raise self._merge_reports(cause, kind) from cause
+            raise self._merge_reports(causes, kind) from (causes.pop() if causes else None)
         return result, combined
 
     def share(self, step: Callable[[], Sequence[bytes]], count: int = 1) -> list[bytes]:
@@ -95,10 +95,10 @@ class Team:
         return [joined.read(length) for length in lengths]
 
     def _merge_reports(
-        self, cause: Exception | None, kind: type[errors.CheckpointingException]
+        self, causes: Sequence[Exception], kind: type[errors.CheckpointingException]
     ) -> errors.CheckpointingException:
         """Return an error with the reports of all failed ranks. Two all-reduces."""
-        report = None if cause is None else errors.describe_error(cause)
+        report = errors.describe_error(causes[0]) if causes else None
         if self.group is None:
             return kind(report)
         with name_lost_ranks():
@@ -130,7 +130,7 @@ class Team:
         if self.group is None:
             result, [own] = step()
             return result, own
-        cause, sent = None, None
+        causes, sent = list[Exception](), None
         # A first byte of 1 says that the step succeeded.
         message = torch.zeros(1 + width, dtype=torch.uint8, device=self._device)
         if self.is_first:
@@ -139,12 +139,13 @@ class Team:
                 padded = [b"\1" + one.ljust(width, b"\0") for one in payloads]
                 sent = [_make_tensor(one).to(message.device) for one in padded]
             except Exception as error:
-                cause, sent = error, [message.clone() for _ in range(self.size)]
+                causes, sent = [error], [message.clone() for _ in range(self.size)]
         with name_lost_ranks():
             dist.scatter(message, sent, group=self.group, group_src=0)
         received = bytes_of(message)
         if not received[0]:
-            raise self._merge_reports(cause, errors.CheckpointingException) from cause
+            kind = errors.CheckpointingException
+            raise self._merge_reports(causes, kind) from (causes.pop() if causes else None)
         return result, received[1:]
 
 

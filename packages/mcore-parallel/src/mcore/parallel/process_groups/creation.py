@@ -160,15 +160,15 @@ def agree_on_plan(
     """
     if dist.get_world_size() == 1:
         return make_plan()
-    error, plan = None, None
+    failed, plan = list[Exception](), None
     own: Mapping[str, object] = {}
     try:
         plan = make_plan()
         own = facts(plan)
-    except Exception as own_error:
-        error = own_error
+    except Exception as error:
+        failed.append(error)
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    if not require_equal(own, error, world, _describe_shareable()):
+    if not require_equal(own, failed, world, _describe_shareable()):
         _made.pop(world)  # some ranks have destroyed groups that others still have: share none
     return cast("Plan", plan)
 
