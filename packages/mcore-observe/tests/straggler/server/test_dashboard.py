@@ -38,7 +38,7 @@ def labels_of():
     state.show({"lm loss": 2.0})
     compared = SimpleNamespace(unix_time=1.0, report=report, places=[("node", "cpu")])
     vars(compared).update(by_rank=lambda: torch.zeros(7, 1), section_names=(), stragglers=())
-    compared.is_measuring = False
+    compared.is_measuring, compared.to_prometheus = False, report.to_prometheus
     state.applied(True, compared)
     controller = StragglerController(
         state, bind="127.0.0.1", port=0, token=None, allow_get_toggle=False
