@@ -12,6 +12,7 @@ from results.machine import describe_machine, timestamp
 from results.page import text_table
 from scale.items import ITEMS
 from scale.meter import measure
+from scale.processes import REAL, REAL_SIZES
 from scale.record import Result, keep, read_results, table
 
 SIZES = (1024, 4096, 16384, 65536, 131072)
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.items:
         text = inspect.cleandoc(ITEMS[name].__doc__ or name)
         facts = timestamp(), describe_machine()
-        result = Result(name, text, *facts, measure(ITEMS[name], sorted(options.ranks)))
+        sizes = REAL_SIZES if name == REAL else sorted(options.ranks)
+        result = Result(name, text, *facts, measure(ITEMS[name], sizes))
         print(f"\n{name}: {text}\n{text_table(*table(result))}", flush=True)
         if options.record:
             keep(options.record, result)

@@ -31,6 +31,7 @@ from mcore.parallel.checkpoint.planning.staging import list_candidates
 from mcore.parallel.checkpoint.planning.writers import GlobalPlan
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from scale.meter import Item, Meter
+from scale.processes import real_ranks
 
 _TENSORS, _ROWS, _WIDTH = 20, 4, 8  # of each rank
 _SECTIONS = ("compute", "data", "forward", "backward")
@@ -170,7 +171,10 @@ def collectives(meter: Meter) -> None:
 
 ITEMS: dict[str, Item] = {
     item.__name__.replace("_", "-"): item
-    for item in (from_sizes, from_mesh, fsdp_index, save_plan, manifest, straggler, collectives)
+    for item in (
+        *(from_sizes, from_mesh, fsdp_index, save_plan, manifest, straggler, collectives),
+        real_ranks,
+    )
 }
 
 

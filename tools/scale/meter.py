@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from math import log, nan
 from pathlib import Path
@@ -13,7 +14,7 @@ from statistics import linear_regression
 from typing import NamedTuple
 
 _NUM_FITTED = 4  # the last sizes
-_LIMIT_S = 1800
+_LIMIT_S = 3600
 
 
 class Cost(NamedTuple):
@@ -55,8 +56,9 @@ def measure(item: Item, sizes: Sequence[int]) -> list[Cost]:
     context = multiprocessing.get_context("fork")
     costs = []
     for ranks in sizes:
-        with context.Pool(1) as pool:  # memory of one size must not hide the need of the next
-            costs += pool.apply_async(_measure_once, (item, ranks)).get(_LIMIT_S)
+        # The memory of one size must not hide the need of the next.
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            costs += pool.submit(_measure_once, item, ranks).result(_LIMIT_S)
     return costs
 
 

@@ -11,6 +11,7 @@ from results.journal import read_journal, write_whole
 from results.machine import join_facts
 from results.page import format_duration, markdown_table, read_head
 from scale.meter import Cost, fit_exponent
+from scale.processes import REAL
 
 MOST_GROWTH = 1.15  # of a linear item, whose fit has noise
 AIMS_S = {"common": 0.1, "busiest": 2.0, "each": 2.0}  # by the first word of the role
@@ -62,7 +63,8 @@ def table(result: Result) -> tuple[list[str], list[list[str]]]:
         missed, then = (find_miss(result.item, each) for each in (costs, [large]))
         lines.append([role, *times, *figures, sent, missed, format_duration(large.seconds), then])
     ends = "p", "memory", "bytes", "missed", f"at {1 << 20:,}", "missed there"
-    return ["role", *sizes, *ends], lines
+    shown = slice(-4 if result.item == REAL else None)  # no aims, and no million of processes
+    return ["role", *sizes, *ends][shown], [line[shown] for line in lines]
 
 
 def find_miss(item: str, costs: list[Cost]) -> str:
