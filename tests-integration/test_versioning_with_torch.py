@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from mcore.versioning import (
     ExperimentalNotEnabledError,
     check_mamba_sequence_packing_support,
+    config,
     deprecated,
     experimental_cls,
     experimental_enabled,
@@ -329,6 +330,28 @@ def test_gated_function_compiles_and_stays_gated(caplog: pytest.LogCaptureFixtur
     assert len([r for r in caplog.records if "fresh" in r.getMessage()]) == 1
     with experimental_enabled():
         assert _graphs(use, 4) == 1
+
+
+@pytest.mark.parametrize("after_a_block", [False, True])
+def test_the_first_use_with_the_flag_may_be_compiled(
+    after_a_block: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="mcore.versioning")
+    monkeypatch.setattr(config, "_may_be_overridden", after_a_block)
+    monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", True)
+
+    @experimental_fn("0.1.0")
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    compiled, x = _compiled(lambda x: fresh(x)), torch.ones(2)
+    for function in (compiled, compiled, fresh, compiled):
+        assert torch.equal(function(x), 2 * x)
+    assert len([r for r in caplog.records if "fresh" in r.getMessage()]) == 1
+    config.ENABLE_EXPERIMENTAL = False
+    for refused in (compiled, fresh):
+        with pytest.raises((ExperimentalNotEnabledError, torch._dynamo.exc.Unsupported)):
+            refused(x)
 
 
 @experimental_fn("0.1.0")

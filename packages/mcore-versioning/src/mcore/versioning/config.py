@@ -85,8 +85,7 @@ def is_experimental_enabled() -> bool:
         >>> is_experimental_enabled()
         False
     """
-    override = _get_override()
-    return ENABLE_EXPERIMENTAL is True if override is None else override
+    return _is_enabled()
 
 
 def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
@@ -120,16 +119,14 @@ def checking_before_calls(
 ) -> Callable[..., Any]:
     """Wrap a function to call ``check``, which may raise, before each call.
 
-    As soon as ``pending`` is empty, a call while the flag is on only reads the flag. That is faster
-    in this module than from another one.
+    As soon as ``pending`` is empty, a call only reads the flag and, after the first block of the
+    process, the override. That is faster in this module than from another one.
     """
 
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if (
-            ENABLE_EXPERIMENTAL is not True
-            or pending
-            or (_may_be_overridden and _get_override() is False)
+        if pending or (
+            not _is_enabled() if _may_be_overridden else ENABLE_EXPERIMENTAL is not True
         ):
             check()
         return func(*args, **kwargs)
@@ -145,17 +142,18 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _read_guarded_override() -> bool | None:
+def _is_enabled_when_traced() -> bool:
     override: bool | None = _this_module._guarded_override
-    return override
+    return ENABLE_EXPERIMENTAL is True if override is None else override
 
 
-def _get_override() -> bool | None:
-    return _override.get()
+def _is_enabled() -> bool:
+    override = _override.get()
+    return ENABLE_EXPERIMENTAL is True if override is None else override
 
 
 # torch compiles that function in place of this one.
-_get_override._torchdynamo_inline = _read_guarded_override  # type: ignore[attr-defined]
+_is_enabled._torchdynamo_inline = _is_enabled_when_traced  # type: ignore[attr-defined]
 
 
 @contextmanager

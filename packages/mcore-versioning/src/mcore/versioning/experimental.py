@@ -49,10 +49,10 @@ class Decorator(Protocol):
 
 def _make_gate(name: str) -> GateCall:
     """Return a function that gates the calls of one experimental object and reports its first."""
-    unannounced = [True]
+    pending, unannounced = [True], [True]
 
     @constant_when_compiled  # compiled code reports the first use during compilation
-    def announce() -> None:
+    def log_first_use() -> None:
         try:
             unannounced.pop()  # only one thread gets the item
         except IndexError:
@@ -63,6 +63,13 @@ def _make_gate(name: str) -> GateCall:
             logging.INFO,
             f"ENABLE_EXPERIMENTAL is True, running experimental code. ({name})",
         )
+
+    def announce() -> None:
+        pending.clear()
+        log_first_use()
+
+    # Compiled code reads the list, so torch refuses a change of it during compilation.
+    announce._torchdynamo_inline = log_first_use  # type: ignore[attr-defined]
 
     def refuse() -> None:
         raise ExperimentalNotEnabledError(
@@ -82,7 +89,7 @@ def _make_gate(name: str) -> GateCall:
 
     def gate_call(call: Callable[..., Any]) -> Callable[..., Any]:
         # The gate is one more frame between a deprecation warning inside and the user's line.
-        return config.checking_before_calls(blaming_one_further(call), check, unannounced)
+        return config.checking_before_calls(blaming_one_further(call), check, pending)
 
     return gate_call
 
