@@ -91,10 +91,13 @@ def test_siblings_are_ranges_that_admit_them_and_torch_is_a_floor(package: str) 
         if requirement.name.startswith("mcore-"):
             assert operators == {">=", "<"}
             assert requirement.specifier.contains(version(requirement.name), prereleases=True)
+        elif requirement.name == "torch" and package != "mcore-tensor":
+            assert not operators  # mcore-tensor, which they all require, has the floor
         else:
             assert operators == {">="}
     names = {canonicalize_name(requirement.name) for requirement in requirements}
     assert ("torch" in names) == (package != "mcore-versioning")
+    assert "mcore-tensor" in names or package in ("mcore-versioning", "mcore-tensor")
 
 
 def test_no_environment_has_two_torch_pins() -> None:
