@@ -175,6 +175,10 @@ class Server:
                 return
         pytest.fail(str(self.kill()))
 
+    def stop(self):
+        """Stop it as a machine that hangs: connections stay open, and nothing is answered."""
+        os.killpg(self.script.pid, signal.SIGSTOP)
+
     def kill(self):
         """Kill it with all that it started; return how it ended."""
         script, self.script = self.script, None

@@ -1,4 +1,4 @@
-"""A real tracking server on this machine, which dies during a run and is started a second time."""
+"""A real tracking server, which stops and dies during a run and is started a second time."""
 
 import logging
 import math
@@ -15,6 +15,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from mcore.observe.sinks.mlflow import _TIMEOUT_S
 from rank_testing import preload
 
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
@@ -35,7 +36,10 @@ def server(tmp_path, tracking_server):
 
 
 def log_steps(state, first, last):
+    """Return the seconds of the slowest step."""
+    slowest_s = 0.0
     for step in range(first, last + 1):
+        began_s = time.monotonic()
         state.train_state.step = step
         state.train_state.consumed_train_samples = 4 * step
         losses = {"lm loss": torch.tensor(step / 4), "odd@1": torch.tensor(math.nan)}
@@ -44,6 +48,8 @@ def log_steps(state, first, last):
             losses, {}, 1e-4, None, 1.0, False, 0, None, None, None,
             state.cfg, state, None, None,
         )  # fmt: skip
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+    return slowest_s
 
 
 def wait_for(condition):
@@ -53,7 +59,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
+def test_a_server_that_stops_dies_and_comes_back_costs_one_warning_and_no_value(
     server, caplog, monkeypatch
 ):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -76,9 +82,12 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     arrived = [m.step for m in run.client.get_metric_history(run.run_id, "lm loss")]
     assert arrived == list(range(1, 11))
 
-    log_steps(state, 11, 20)  # not all of them sent when the server dies
+    log_steps(state, 11, 20)  # not all of them sent when the server stops
+    server.stop()
+    # A step that waited for the server would wait for the time limit of a call.
+    assert log_steps(state, 21, 30) < _TIMEOUT_S / 2
+    assert run.num_missing >= 10 * 5
     server.kill()
-    log_steps(state, 21, 30)
     wait_for(lambda: "MLflow is unreachable" in caplog.text)
     log_steps(state, 31, 40)
     assert state.sinks()[0].is_on
