@@ -29,7 +29,7 @@ from pretrain.model.randomness import restore_streams, save_streams
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, format_flag, read_settings
-from pretrain.usage import UsageError
+from pretrain.usage import UsageError, clean
 
 _NAME = re.compile(r"step_(\d+)")
 _SHAPE = (
@@ -94,7 +94,7 @@ def _find_first_problem(error: CheckpointingException) -> str:
     """The first problem in a loading error, without advice for callers of the library."""
     lines = str(error).splitlines()
     listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
-    return re.split(r"; |\. (?=[A-Z])", (listed or lines)[0])[0]
+    return clean(re.split(r"; |\. (?=[A-Z])", (listed or lines)[0])[0])
 
 
 def find_weights(settings: Settings) -> Path:

@@ -407,8 +407,8 @@ def aligned(position: int) -> int:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name is that of a file directly in the checkpoint's directory."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\\0") and ":" not in name
+    """Return whether a name is that of a file directly in the directory, and safe to print."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\:") and name.isprintable()
 
 
 def is_inside(start: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
