@@ -23,14 +23,18 @@ def read_corpus(target: str, folder: Path) -> list[bytes]:
 
 
 def _make_manifests(folder: Path) -> list[bytes]:
+    # Imported here, after the fuzzer has begun to instrument imports.
+    from mcore.parallel.checkpoint import (
+        make_sharded_tensor_for_checkpoint,
+        save_sharded_state_dict,
+    )
+
+    entries = {"a": make_sharded_tensor_for_checkpoint(torch.zeros(2, 3), "a"), "b": [1]}
+    save_sharded_state_dict(entries, folder / "ours")
+    lines = (folder / "ours" / "manifest.json").read_bytes().splitlines(keepends=True)[1:-1]
     files = b'{"files":{"a":[NaN,""]}},\n'
-    return [
-        _NESTED,
-        files,
-        files.replace(b"NaN", b"1e400"),
-        files.replace(b"NaN", b"9" * 4000),
-        b"{}\n",
-    ]
+    numbers = [files.replace(b"NaN", number) for number in (b"NaN", b"1e400", b"9" * 4000)]
+    return [_NESTED, *numbers, b"{}\n", b"".join(lines)]
 
 
 def _make_indices(folder: Path) -> list[bytes]:
@@ -77,14 +81,17 @@ def _make_requests(folder: Path) -> list[bytes]:
 
 def _make_facts(folder: Path) -> list[bytes]:
     kinds = ("<u1", "O", "V8", "<u2,<u2", "M8[1000000000D]", ["O"])
-    counts = (64, -1, 10**30, float("nan"))
+    counts = (64, -1, 10**30, math.nan, math.inf)
     facts = [{"kind": kind, "count": count, "crc32": 0} for kind in kinds for count in counts]
     return [_NESTED, *(json.dumps(one).encode() for one in facts)]
 
 
 def _make_configs(folder: Path) -> list[bytes]:
+    from pretrain.settings import Settings
+
     settings = b'{"settings": {"data": "/etc/passwd", "lr": NaN, "tp": 1e9}}'
-    return [_NESTED, b"null", settings, settings.replace(b"1e9", b"9" * 5000)]
+    plain = json.dumps({"settings": vars(Settings())}).encode()
+    return [_NESTED, b"null", settings, settings.replace(b"1e9", b"9" * 5000), plain]
 
 
 def _make_metrics(folder: Path) -> list[bytes]:

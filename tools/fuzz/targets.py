@@ -15,7 +15,8 @@ from mcore.observe.straggler.server.routes import ControllerState, Router
 from mcore.parallel.checkpoint import CheckpointingException, is_complete_checkpoint
 from mcore.parallel.checkpoint.files.manifest import _AFTER, _END, _HEADER, decode_manifest
 from mcore.parallel.checkpoint.files.pieces import checksum_of
-from pretrain.settings import read_settings
+from pretrain.cli.checks import check
+from pretrain.settings import Settings, read_settings
 from pretrain.text.cache import TokenCache, open_cache, read_borders
 from pretrain.usage import UsageError
 
@@ -26,7 +27,8 @@ def read_manifest(content: bytes, folder: Path) -> None:
     """Read the lines of a manifest whose checksum is right."""
     body = _HEADER + content
     with contextlib.suppress(CheckpointingException):
-        decode_manifest(folder, body + _END + checksum_of(body).encode() + _AFTER)
+        index = decode_manifest(folder, body + _END + checksum_of(body).encode() + _AFTER)
+        list(index.keys.values())  # a key is checked when it is looked up
 
 
 def answer_request(content: bytes, folder: Path) -> None:
@@ -78,5 +80,7 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "metrics": _read_file("metrics.jsonl", lambda folder: [*records_of(folder / "metrics.jsonl")]),
     "http": answer_request,
     "cache": read_cache_facts,
-    "config": _read_file("config.json", read_settings, UsageError),
+    "config": _read_file(
+        "config.json", lambda folder: check(Settings(**read_settings(folder)), None), UsageError
+    ),
 }
