@@ -20,6 +20,7 @@ import pytest
 
 from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.command import main
+from pretrain.run.checkpoints import damaged_after
 from pretrain.run_folder import RunFolder, refuse_foreign
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache, read_borders
@@ -241,6 +242,18 @@ def test_escapes_in_settings_do_not_reach_the_terminal(run: Path) -> None:
     assert r"unknown settings: \x1b[2Jowned" in refused(run)
     (run / "config.json").write_text("[" * 100_000)
     assert "config.json is not from this job" in refused(run)
+
+
+def test_escapes_in_a_damaged_checkpoint_do_not_reach_the_terminal(run: Path) -> None:
+    checkpoint = RunFolder(run).checkpoint(9)
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").write_bytes(b"\x80\x02cos\x1b[2J\nsystem\n.")
+    shutil.rmtree(RunFolder(run).checkpoint(2))
+    assert (
+        r"(.metadata cannot be read (UnpicklingError: it refers to os\x1b[2J.system))"
+        in refused(run)
+    )
+    assert damaged_after(RunFolder(run), 0)[checkpoint].isprintable()
 
 
 @contextlib.contextmanager

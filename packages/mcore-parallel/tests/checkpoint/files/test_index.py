@@ -222,9 +222,7 @@ def column(name: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
 LIES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a dtype that is a function": column("dtypes", lambda old: [one and "load" for one in old]),
     "a file elsewhere": lambda lines: lines[0]["files"].update({"../evil": [1, "00"]}),
-    "a file that controls a terminal": lambda lines: lines[0]["files"].update(
-        {"\x1b[2J": [1, "00"]}
-    ),
+    "a file with escapes": lambda lines: lines[0]["files"].update({"\x1b[2J": [1, "00"]}),
     "an absolute file": lambda lines: lines[0]["files"].update({"/dev/zero": [1, "00"]}),
     "a size that is text": lambda lines: lines[0]["files"].update({"__0_0.distcp": ["1", ""]}),
     "keys out of order": column("keys", ["b", "a"]),
