@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import stat
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain import sample
 from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.command import main
 from pretrain.run.checkpoints import damaged_after
@@ -254,6 +256,18 @@ def test_escapes_in_a_damaged_checkpoint_do_not_reach_the_terminal(run: Path) ->
         in refused(run)
     )
     assert damaged_after(RunFolder(run), 0)[checkpoint].isprintable()
+
+
+def test_escapes_of_a_model_do_not_reach_the_terminal(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model can be made to say anything. Here the prompt does."""
+    words = ["--run", str(run), "--tokens", "1", "\x1b[2Jx"]
+    assert sample.main(words) == 0
+    assert capsys.readouterr().out.startswith("\x1b[2Jx")  # to a file or a program
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert sample.main(words) == 0
+    assert capsys.readouterr().out.startswith(r"\x1b[2Jx")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import socket
 import sys
 from datetime import timedelta
 
@@ -51,7 +52,16 @@ def work(port: int, rank: int, workers: int, tp: int) -> None:
 
 def drive(prompts: list[str], workers: int, tp: int) -> list[int]:
     """Start the workers and return the reward of each prompt."""
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    # Without a socket of ours, the store would listen on all addresses.
+    listening = socket.create_server((HOST, 0))
+    store = TCPStore(
+        HOST,
+        listening.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=LIMIT,
+        master_listen_fd=listening.detach(),
+    )
     store.set("prompts", json.dumps(prompts))
     context = multiprocessing.get_context("spawn")  # forked workers would share torch's threads
     processes = [

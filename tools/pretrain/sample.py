@@ -19,7 +19,7 @@ from pretrain.run.checkpoints import load_weights, step_to_load
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
-from pretrain.usage import EXIT_USAGE, UsageError
+from pretrain.usage import EXIT_USAGE, UsageError, clean
 
 _CPU = torch.device("cpu")
 _ALONE = {
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"sample: error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    print(tokenizer.decode([*prompt, *more]))
+    text = tokenizer.decode([*prompt, *more])
+    print(clean(text) if sys.stdout.isatty() else text)
     return 0
 
 
