@@ -36,9 +36,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("dp2", "--dp 2 --no-tensorboard"),
-        Variant(
-            "inside", "--dp 2 --data room --no-tensorboard"
-        ),  # the text has the run in its folder
+        Variant("inside", "--dp 2 --data room --no-tensorboard"),  # in the folder of its text
         Variant("tp2", "--tp 2 --sequence-parallel --recompute"),
         Variant("fsdp", "--fsdp --keep-last 2 --no-tensorboard"),
         Variant("async", "--dp 2 --async-save --keep-last 2 --no-tensorboard"),

@@ -146,12 +146,13 @@ def _raise(error: type[Exception], folder: Path) -> None:
     raise error("a fault of the campaign")
 
 
-def _send(names: str, level: int, folder: Path) -> None:
+def send(names: str, level: int, folder: Path) -> None:
     """Send a signal to this process (level 0) or one above it, and SIGCONT after a second."""
     pid = (os.getpid, os.getppid, _find_starter)[level]()
     name, _, after = names.partition("+")
     if after:
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -{after} {pid}"])
+        # The launcher may end the session of a rank meanwhile.
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -{after} {pid}"], start_new_session=True)
     os.kill(pid, signal.Signals[f"SIG{name}"])
 
 
@@ -201,23 +202,21 @@ def _kill_node(folder: Path) -> None:
 
 
 _ACTIONS: dict[str, Callable[[Path], object]] = {
-    "kill": partial(_send, "KILL", 0),
-    "stop": partial(_send, "STOP", 0),
-    "stop and continue": partial(_send, "STOP", 0),
+    "kill": partial(send, "KILL", 0),
+    **dict.fromkeys(("stop", "stop and continue"), partial(send, "STOP", 0)),
     "exception": partial(_raise, RuntimeError),
     "exit": lambda _: os._exit(7),
     "abort": lambda _: os.abort(),
     "memory": partial(_raise, MemoryError),
     "slow": lambda _: time.sleep(SLOW_S),
-    **{kind: partial(_send, *facts) for kind, facts in SIGNALS.items()},
+    **{kind: partial(send, *facts) for kind, facts in SIGNALS.items()},
     "nan": _spoil_loss,
     "node": _kill_node,
     "full disk": _fill_disk,
     "full disk for a moment": _fill_disk_briefly,
-    "tracker away": _kill_tracker,
-    "tracker restarted": _kill_tracker,
+    **dict.fromkeys(("tracker away", "tracker restarted"), _kill_tracker),
     # The rest is done after the end of the job.
-    **dict.fromkeys((*DAMAGES, "changed"), partial(_send, "KILL", 0)),
+    **dict.fromkeys((*DAMAGES, "changed"), partial(send, "KILL", 0)),
 }
 
 

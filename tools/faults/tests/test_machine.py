@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.inside import send
 from faults.machine import Lateness
 from rank_testing.tests.living import is_living, wait_until
 
@@ -51,14 +52,19 @@ def test_what_a_campaign_has_started_ends_when_it_is_killed(number: int) -> None
 
 
 def test_a_process_that_had_no_core_knows_it() -> None:
-    began = time.time()
-    lateness = Lateness()
-    pid = os.getpid()
-    code = (
-        f"import os, signal, time; os.kill({pid}, signal.SIGSTOP); time.sleep(1); "
-        f"os.kill({pid}, signal.SIGCONT)"
-    )
-    stopper = subprocess.Popen([sys.executable, "-c", code])
+    began, lateness = time.time(), Lateness()
+    send("STOP+CONT", 0, Path())
     assert wait_until(lambda: lateness.between(began, time.time()) > 0.8, 600)
-    assert stopper.wait() == 0
     assert lateness.between(began - 100, began) == 0.0
+
+
+def test_a_stopped_rank_continues_although_its_launcher_ends_its_session() -> None:
+    code = "import signal, faults.inside as f; signal.signal(15, print); f.send('STOP+CONT', 0, 0)"
+    env = {**os.environ, "PYTHONPATH": TOOLS}
+    rank = subprocess.Popen([sys.executable, "-c", code], env=env, start_new_session=True)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(rank.pid, os.WUNTRACED)[1])
+        os.killpg(rank.pid, signal.SIGTERM)
+        assert rank.wait(600) == 0
+    finally:
+        rank.kill()
