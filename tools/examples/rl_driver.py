@@ -54,13 +54,9 @@ def drive(prompts: list[str], workers: int, tp: int) -> list[int]:
     """Start the workers and return the reward of each prompt."""
     # Without a socket of ours, the store would listen on all addresses.
     listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
     store = TCPStore(
-        HOST,
-        listening.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=LIMIT,
-        master_listen_fd=listening.detach(),
+        HOST, port, None, True, LIMIT, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     store.set("prompts", json.dumps(prompts))
     context = multiprocessing.get_context("spawn")  # forked workers would share torch's threads

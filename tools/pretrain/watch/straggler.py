@@ -197,9 +197,8 @@ class StragglerWatch:
         self._flops_per_step = flops_per_step
         self._stages = settings.pp
         # Ranks that wait for each other inside a section: neighbours.
-        self._coupled = settings.tp * settings.cp
-        if settings.fsdp or settings.ep > 1:
-            self._coupled = settings.world_size // settings.pp
+        is_wide = settings.fsdp or settings.ep > 1
+        self._coupled = settings.world_size // settings.pp if is_wide else settings.tp * settings.cp
         self._tokens_per_step = settings.global_batch_size * settings.seq_length
         self.waits = CpuWaits(device)
         self._all_started = False  # equal on all ranks
