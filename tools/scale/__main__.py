@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = inspect.cleandoc(ITEMS[name].__doc__ or name)
         facts = timestamp(), describe_machine()
         sizes = REAL_SIZES if name == REAL else sorted(options.ranks)
-        result = Result(name, text, *facts, measure(ITEMS[name], sizes))
+        result = Result(name, text, *facts, measure(ITEMS[name], sizes, forks=name != REAL))
         print(f"\n{name}: {text}\n{text_table(*table(result))}", flush=True)
         if options.record:
             keep(options.record, result)

@@ -51,8 +51,14 @@ class Meter:
 Item = Callable[[Meter], None]
 
 
-def measure(item: Item, sizes: Sequence[int]) -> list[Cost]:
-    """Measure an item at each number of ranks, each in a separate forked process."""
+def measure(item: Item, sizes: Sequence[int], *, forks: bool = True) -> list[Cost]:
+    """Measure an item at each number of ranks, each in a separate forked process.
+
+    Without ``forks`` in this process, for an item whose ranks are processes: a forked process could
+    not use the server that this one starts ranks with.
+    """
+    if not forks:
+        return [cost for ranks in sizes for cost in _measure_once(item, ranks)]
     context = multiprocessing.get_context("fork")
     costs = []
     for ranks in sizes:
