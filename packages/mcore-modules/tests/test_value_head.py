@@ -216,6 +216,12 @@ def test_embeddings_are_untied_on_every_stage():
         untie_embeddings(torch.nn.DataParallel(tied(on_last_stage=True)))
 
 
+def test_the_copy_of_a_frozen_embedding_is_frozen():
+    model = tied(on_last_stage=False)
+    model.embedding.word_embeddings.weight.requires_grad_(False)
+    assert not untie_embeddings(model)[0].output_layer.weight.requires_grad
+
+
 class Tying(torch.nn.Module):
     """Ties its layers whenever it is asked to, while its configuration says so, as transformers."""
 
