@@ -90,8 +90,8 @@ def check(found: dict[str, Any], rank: int) -> None:
 @pytest.mark.parametrize("library_name", ["ours", "theirs"])
 def test_theirs_is_read_by_both(library_name: str, tmp_path: Path) -> None:
     path = tmp_path / "theirs"
-    run_ranks(save_theirs, 2, str(path), timeout_s=120)
-    for rank, found in enumerate(run_ranks(load_both, 2, str(path), library_name, timeout_s=120)):
+    run_ranks(save_theirs, 2, str(path), timeout_s=600)
+    for rank, found in enumerate(run_ranks(load_both, 2, str(path), library_name, timeout_s=600)):
         check(found, rank)
     assert ours.is_complete_checkpoint(path)
     blank = {
@@ -110,21 +110,21 @@ def test_theirs_is_read_by_both(library_name: str, tmp_path: Path) -> None:
 
 def test_ours_is_read_by_theirs_with_two_files_beside(tmp_path: Path) -> None:
     path = tmp_path / "ours"
-    run_ranks(save_ours, 2, str(path), timeout_s=120)
-    for rank, found in enumerate(run_ranks(load_both, 2, str(path), "theirs", timeout_s=120)):
+    run_ranks(save_ours, 2, str(path), timeout_s=600)
+    for rank, found in enumerate(run_ranks(load_both, 2, str(path), "theirs", timeout_s=600)):
         check(found, rank)
         assert found["iteration"] == 7
     assert ours.is_complete_checkpoint(path)
     for name in ("metadata.json", "common.pt"):
         (path / name).unlink()
     with pytest.raises(Exception, match="not a distributed checkpoint"):
-        run_ranks(load_both, 2, str(path), "theirs", timeout_s=120)
+        run_ranks(load_both, 2, str(path), "theirs", timeout_s=600)
 
 
 def test_nothing_of_theirs_is_run(tmp_path: Path) -> None:
     """Their index holds the plans of the save; names beside those of torch's plans are refused."""
     path = tmp_path / "theirs"
-    run_ranks(save_theirs, 2, str(path), timeout_s=120)
+    run_ranks(save_theirs, 2, str(path), timeout_s=600)
     content = (path / ".metadata").read_bytes()
     assert b"WriteItemType" in content
     (path / ".metadata").write_bytes(content.replace(b"WriteItemType", b"WriteItemTypf"))

@@ -180,5 +180,5 @@ def load(folder: str, layout: str, library: str) -> None:
 )
 def test_entries_of_every_builder(library: str, saved: str, loaded: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    run_ranks(save, LAYOUTS[saved][0], folder, saved, library, timeout_s=120)
-    run_ranks(load, LAYOUTS[loaded][0], folder, loaded, library, timeout_s=120)
+    run_ranks(save, LAYOUTS[saved][0], folder, saved, library, timeout_s=600)
+    run_ranks(load, LAYOUTS[loaded][0], folder, loaded, library, timeout_s=600)

@@ -84,7 +84,7 @@ def exchange_groups() -> None:
 
 
 def test_groups_of_megatron_core() -> None:
-    run_ranks(exchange_groups, 4, timeout_s=120)
+    run_ranks(exchange_groups, 4, timeout_s=600)
 
 
 def test_a_rank_outside_of_a_group_has_none() -> None:
