@@ -240,6 +240,17 @@ def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path: Path)
     assert "pipe is not a regular file" in done.stderr
 
 
+@pytest.mark.parametrize("data", ["/", "/proc/**/*"])
+def test_a_text_of_too_many_files_is_refused_without_looking_at_all_of_them(data: str) -> None:
+    code = f"""
+from unittest.mock import patch
+from pretrain.text import sources
+with patch.object(sources, "_MOST_NAMES", 500), patch("pathlib.Path.is_file", exit):
+    sources.find_sources({data!r})
+"""
+    assert "it has 500 files or more. Name fewer" in run_script(code).stderr
+
+
 def test_a_cache_is_used_again_until_a_file_or_the_tokenizer_changes(tmp_path: Path) -> None:
     folder = tmp_path / "books"
     (folder / "in").mkdir(parents=True)

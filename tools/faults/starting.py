@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from faults.deck import RANKS
 from faults.inside import FOLDER, START, events_in
 from pretrain.cli import SLOW_IMPORTS
+from pretrain.cli.store import open_store
 from rank_testing import preload
 from rank_testing.scripts import Script
 
@@ -92,9 +91,7 @@ class Forked:
         """Start all ranks. Once one fails, end the others as torchrun's agent does."""
         restart = start % (MAX_RESTARTS + 1)
         if not restart:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True
-            )
+            self._store = open_store("127.0.0.1")
         launcher = {
             "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),

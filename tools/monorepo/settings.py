@@ -22,7 +22,6 @@ from monorepo.workspace import (
 WORKFLOWS = ".github/workflows"
 _JUDGE = "check"  # the job whose result is the only required status
 _TEST = re.compile(r"^ *(?:async )?def test_|^class Test", re.MULTILINE)
-_FLOOR = re.compile(r"^tests = (\d+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -34,10 +33,9 @@ def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
     for package in workspace.distributions.values():
         yield from _describe_requirements(workspace, package)
-        yield from _describe_suite(workspace.root, package.folder, "tests")
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
-    yield from _describe_suite(workspace.root, workspace.root, "tools/*/tests", "tests-integration")
+    yield from _describe_lost_tests(workspace.root)
 
 
 def _describe_requirements(workspace: Workspace, package: Distribution) -> Iterator[str]:
@@ -87,30 +85,12 @@ def _describe_workflows(root: Path) -> Iterator[str]:
                 yield f"{file.name}: {_JUDGE} does not wait for {name}, which could fail unseen"
 
 
-def _describe_suite(root: Path, home: Path, *folders: str) -> Iterator[str]:
-    """Lost tests: files that pytest does not collect, and fewer tests than the settings promise."""
-    tests = _count_tests(home, *folders)
-    for file in tests:
-        if not file.match("test_*.py"):
+def _describe_lost_tests(root: Path) -> Iterator[str]:
+    """Files with tests that pytest does not collect."""
+    folders = (f"{PACKAGES_FOLDER}/*/tests", "tools/*/tests", "tests-integration")
+    for file in (one for folder in folders for one in sorted(root.glob(f"{folder}/**/*.py"))):
+        if not file.match("test_*.py") and _TEST.search(file.read_text(encoding="utf-8")):
             yield f"{file.relative_to(root)} has tests, but pytest collects only test_*.py"
-    settings = home / "pyproject.toml"
-    floor, count = _FLOOR.search(settings.read_text(encoding="utf-8")), sum(tests.values())
-    if floor is not None and count < int(floor[1]):
-        yield f"{settings.relative_to(root)} promises {floor[1]} tests, and there are {count}"
-
-
-def raise_floor(package: Distribution) -> str:
-    """The text of a package's pyproject.toml with the number of its present tests as the floor."""
-    text = (package.folder / "pyproject.toml").read_text(encoding="utf-8")
-    count = sum(_count_tests(package.folder, "tests").values())
-    return _FLOOR.sub(lambda found: f"tests = {max(int(found[1]), count)}", text)
-
-
-def _count_tests(home: Path, *folders: str) -> dict[Path, int]:
-    """The number of tests in each file that has any."""
-    files = sorted(file for folder in folders for file in home.glob(f"{folder}/**/*.py"))
-    counts = {file: len(_TEST.findall(file.read_text(encoding="utf-8"))) for file in files}
-    return {file: count for file, count in counts.items() if count}
 
 
 def link_problems(root: Path) -> Iterator[str]:

@@ -17,7 +17,6 @@ from monorepo import changelog, ranges
 from monorepo.changelog import CHANGELOG, FOLDER
 from monorepo.git_tags import ReleaseTag, commit_exists, git, last_tag
 from monorepo.release import verify
-from monorepo.settings import raise_floor
 from monorepo.workspace import PACKAGES_FOLDER, VERSION_LINE, Distribution, Workspace
 
 REMOTE = "origin"
@@ -68,7 +67,6 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
         package.version_file: VERSION_LINE.sub(
             rf"\g<1>{version}", package.version_file.read_text(encoding="utf-8")
         ),
-        package.folder / "pyproject.toml": raise_floor(package),
     }
     notes = [
         f"{package.name} {package.version} -> {version}",

@@ -18,16 +18,18 @@ def main(arguments: list[str]) -> None:
 
     Whoever reaches the port can run code in the job: the store has no passwords.
     """
-    host, port = arguments
-    # Without a socket of ours, the store would listen on all addresses.
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.create_server((host, int(port)), family=family)
-    store = TCPStore(
-        host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    store = open_store(arguments[0], int(arguments[1]))
     print(store.port, flush=True)
     threading.Event().wait()
+
+
+def open_store(host: str, port: int = 0) -> TCPStore:
+    """A store that listens on one address."""
+    # Without a socket of ours, the store would listen on all addresses.
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    number = (listening := socket.create_server((host, port), family=family)).getsockname()[1]
+    own = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+    return TCPStore(host, number, is_master=True, **own)
 
 
 if __name__ == "__main__":

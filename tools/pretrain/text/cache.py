@@ -58,11 +58,8 @@ def find_cache(settings: Settings, run_dir: Path) -> TokenCache:
         for path in find_sources(settings.data)
     ]
     named = json.dumps([_FORMAT, settings.tokenizer_digest, settings.field, sources])
-    folder = Path(settings.data_cache) if settings.data_cache else run_dir.absolute().parent
-    return TokenCache(
-        folder if settings.data_cache else folder / "token-cache",
-        hashlib.sha256(named.encode()).hexdigest()[:24],
-    )
+    folder = Path(settings.data_cache or run_dir.absolute().parent / "token-cache")
+    return TokenCache(folder, hashlib.sha256(named.encode()).hexdigest()[:24])
 
 
 def make_cache(settings: Settings, cache: TokenCache, resumed: Path | None = None) -> None:
@@ -81,12 +78,9 @@ def make_cache(settings: Settings, cache: TokenCache, resumed: Path | None = Non
         tokenizer = open_tokenizer(settings.tokenizer)
         with replacing(cache.tokens, 0o600) as file:
             facts, borders = _write_tokens(file, settings, tokenizer)
-            content = np.array(borders, "<i8").tobytes()
+            content, checksum = np.array(borders, "<i8").tobytes(), facts["crc32"]
             if resumed is not None:
-                checksum = (
-                    zlib.crc32(content, facts["crc32"]) if settings.packed else facts["crc32"]
-                )
-                check_text(checksum, resumed)
+                check_text(zlib.crc32(content, checksum) if settings.packed else checksum, resumed)
         with replacing(cache.borders, 0o600) as file:
             file.write(content)
         with replacing(cache.facts, 0o600) as file:

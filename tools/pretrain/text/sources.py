@@ -9,6 +9,8 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +18,7 @@ from pretrain.run_folder import LOCK_NAME
 from pretrain.usage import UsageError
 
 _PIECE_BYTES = 1 << 20
+_MOST_NAMES = 200_000
 _NO_TEXT = (".zst", ".bz2", ".xz", ".lz4", ".7z", ".zip", ".tar", ".tgz", ".parquet", ".arrow")
 _CACHED = re.compile(r"[0-9a-f]{24}\.(bin|borders|json)(\..*\.partial)?$")
 
@@ -30,11 +33,15 @@ def find_sources(data: str) -> list[Path]:
         if not path.is_file():
             raise UsageError(f"--data {data}: {path} is not a regular file")
         return [path]
+    names = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(data, recursive=True))
+    try:
+        found = list(islice(names, _MOST_NAMES))
+    except OSError as error:
+        raise UsageError(f"--data {data}: {error.filename}: {error.strerror}") from None
+    if len(found) == _MOST_NAMES:  # / or /proc/**, of a run folder from somebody else
+        raise UsageError(f"--data {data}: it has {_MOST_NAMES:,} files or more. Name fewer")
     if path.is_dir():
-        inside = {one: one.relative_to(path).parts for one in path.rglob("*")}
-        found = [one for one in inside if not any(part[0] == "." for part in inside[one])]
-    else:
-        found = [Path(name) for name in glob.glob(data, recursive=True)]
+        found = [one for one in found if "." not in map(itemgetter(0), one.relative_to(path).parts)]
     is_run = functools.cache(lambda folder: (folder / LOCK_NAME).exists())
     files = [
         one

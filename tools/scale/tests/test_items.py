@@ -8,18 +8,30 @@ import pytest
 import torch
 
 from results import RECORDS
+from scale import processes
 from scale.__main__ import main
 from scale.items import ITEMS
 from scale.meter import Cost, Meter, fit_exponent, measure
-from scale.processes import REAL
 from scale.record import Result, find_miss, page, read_results, table
 
 
-@pytest.mark.parametrize("name", sorted(ITEMS.keys() - {REAL}))
+@pytest.mark.parametrize("name", sorted(ITEMS.keys() - {processes.REAL}))
 def test_an_item_measures_work_with_a_right_result(name: str) -> None:
     costs = measure(ITEMS[name], [1024])
     assert {cost.ranks for cost in costs} == {1024}
     assert all(cost.seconds > 0 and cost.peak_bytes >= 0 for cost in costs)
+
+
+def test_real_ranks_leave_nothing_behind_and_every_phase_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "CYCLES", 3)
+    costs = measure(processes.real_ranks, [8], forks=False)
+    assert [cost.role for cost in costs] == [
+        f"all, {phase}"
+        for phase in ("start", "groups", "agreed error", "report", "save", "load", "exit")
+    ]
+    assert all(cost.seconds > 0 for cost in costs)
 
 
 def hold_memory(meter: Meter) -> None:

@@ -260,6 +260,21 @@ def test_a_manifest_that_lies_is_refused(lie: str, tmp_path: Path) -> None:
     assert not is_complete_checkpoint(path)
 
 
+def test_a_shape_of_too_many_axes_is_refused(tmp_path: Path) -> None:
+    save_sharded_state_dict({"w": torch.ones(5)}, tmp_path / "step_1")
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            if "shapes" in line:
+                line.update(axes=[1001], shapes=[5] + [1] * 1000)
+            if "boxes" in line:
+                line["boxes"] = [0] * 1001 + [5] + [1] * 1000
+
+    rewrite_manifest(tmp_path / "step_1", change)
+    with pytest.raises(CheckpointingException, match="a shape has over 1000 axes"):
+        read_index(tmp_path / "step_1")
+
+
 def test_a_flipped_bit_of_torchs_index_never_raises_in_a_listing(tmp_path: Path) -> None:
     path = tmp_path / "step_1"
     dcp.save({"w": torch.zeros(5), "n": 3}, checkpoint_id=path, no_dist=True)

@@ -39,6 +39,7 @@ _HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
 _ROWS = 4096  # per line: json makes objects of a whole line, which bounds the memory
+_MOST_AXES = 1000  # more would make each check of a shape slow
 _FEW = 64  # pieces whose objects cost less than a choice among them
 _LAST = chr(0x10FFFF)  # sorts after every file name
 
@@ -281,6 +282,8 @@ class KeyTable(Mapping[str, StoredKey]):
         lowest = [min(column, default=0) for column in columns_of_sizes]
         if min(lowest) < 0 or max(self._key_of, default=-1) >= len(self):
             raise ValueError("a number is outside its range")
+        if max(self._axes, default=0) > _MOST_AXES:
+            raise ValueError(f"a shape has over {_MOST_AXES} axes")
         if sum(self._axes) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
         self._shape_at = array("q", accumulate(self._axes, initial=0))

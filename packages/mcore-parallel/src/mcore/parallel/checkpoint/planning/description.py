@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mcore.parallel.checkpoint.files.index import pause_collection
 from mcore.parallel.checkpoint.objects import ShardedObject, serialize
 from mcore.parallel.checkpoint.planning import staging
 from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor, is_main_replica
@@ -199,7 +200,8 @@ def unpack(packed: Iterable[bytes]) -> dict[bytes, Any]:
 
 def unpack_records(packed: Iterable[bytes]) -> dict[bytes, list[ShardRecord]]:
     """Return the records of :func:`encode_records`, each list once."""
-    return {one: decode_records(one) for one in dict.fromkeys(packed)}
+    with pause_collection():
+        return {one: decode_records(one) for one in dict.fromkeys(packed)}
 
 
 def decode_records(packed: bytes) -> list[ShardRecord]:
