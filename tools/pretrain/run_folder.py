@@ -49,10 +49,8 @@ class RunFolder:
         """Whether the folder has lost its ``config.json``. Costs one stat."""
         try:
             (self.path / "config.json").stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # a passing error of the disk is no loss
-            return False
+        except OSError as error:  # a passing error of the disk is no loss
+            return isinstance(error, (FileNotFoundError, NotADirectoryError))
         return False
 
     @property

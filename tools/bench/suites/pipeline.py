@@ -41,28 +41,21 @@ def run() -> Iterable[Row]:
     """Yield the rows."""
     for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
         step_s, busy_s = run_ranks(_time_naps, ranks, chunks, batches, timeout_s=300)[0]
-        yield _make_idle_row("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
-    for batches in (2, 4):
-        settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
-        step_s, busy_s = run_ranks(_time_training, 2, settings, timeout_s=600)[0]
-        yield _make_idle_row("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
+        yield _make_idle_row(ranks, chunks, batches, step_s, busy_s)
     yield _compare_with_torch(dataclasses.replace(_MODEL, global_batch_size=16))
 
 
-def _make_idle_row(
-    passes: str, ranks: int, chunks: int, batches: int, step_s: float, busy_s: float,
-    target: float | None = None,
-) -> Row:  # fmt: skip
+def _make_idle_row(ranks: int, chunks: int, batches: int, step_s: float, busy_s: float) -> Row:
     """The ranks' idle time in a step, against the formula for the same step."""
     share = (ranks - 1) / (chunks * batches + ranks - 1)
     found = 1 - busy_s / step_s
     return Row(
         f"idle time of a step of {ranks} stages{' of two parts' if chunks > 1 else ''}, "
-        f"{batches} micro-batches: {passes}",
+        f"{batches} micro-batches: passes that sleep",
         step_s - busy_s,
         f"(p - 1) / (v m + p - 1) = {share:.3f} of it",
         step_s * share,
-        target,
+        1 / 1.15,
         note=f"idle share {found:.3f}, {100 * (found / share - 1):+.0f} % of the formula's",
     )
 
@@ -71,9 +64,7 @@ class _Naps:
     """Passes that sleep."""
 
     def __init__(self, pipeline: Pipeline, message: torch.Tensor, busy: _Busy) -> None:
-        self.pipeline = pipeline
-        self.message = message
-        self.busy = busy
+        self.pipeline, self.message, self.busy = pipeline, message, busy
 
     def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """One nap per stage, divided over its chunks."""
@@ -102,8 +93,7 @@ def _time_naps(chunks: int, batches: int) -> tuple[float, float]:
 class _Busy:
     """The time of the passes in a step."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -123,12 +113,6 @@ def _open_steps(settings: Settings) -> Iterator[Any]:
         steps: Any = loop.steps
         steps.ranges = _Busy()
         yield steps
-
-
-def _time_training(settings: Settings) -> tuple[float, float]:
-    """One rank, as above, with the main job's passes of the first step."""
-    with _open_steps(settings) as steps:
-        return _find_fastest(partial(steps._forward_and_backward, 1), steps.ranges)
 
 
 def _find_fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:

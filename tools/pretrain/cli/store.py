@@ -27,9 +27,11 @@ def open_store(host: str, port: int = 0) -> TCPStore:
     """A store that listens on one address."""
     # Without a socket of ours, the store would listen on all addresses.
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    number = (listening := socket.create_server((host, port), family=family)).getsockname()[1]
-    own = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
-    return TCPStore(host, number, is_master=True, **own)
+    listening = socket.create_server((host, port), family=family)
+    return TCPStore(
+        host, listening.getsockname()[1], is_master=True, wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -114,8 +114,7 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     text = _USER_OF_URI.sub(f"{_MASK}@", text)
     text = _HOOK.sub(_mask_hook, text)
     text = _mask_named(text)
-    text = _HEADER.sub(rf"\1 {_MASK}", text)
-    return _MARKED.sub(_MASK, text)
+    return _MARKED.sub(_MASK, _HEADER.sub(rf"\1 {_MASK}", text))
 
 
 def config_params(config: Any) -> dict[str, str]:

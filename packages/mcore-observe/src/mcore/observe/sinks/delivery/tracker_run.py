@@ -574,8 +574,7 @@ def close_together(runs: Sequence[TrackerRun[Any]], status: str | None = None) -
         try:
             run.close(status, deadline_s=started_s + run.closing_s)
         except Exception as error:
-            text = mask_secrets(str(error))
-            logger.warning("%s: %s: %s", run._name, type(error).__name__, text)
+            logger.warning("%s: %s: %s", run._name, type(error).__name__, mask_secrets(str(error)))
 
 
 class _UnendedRuns:
