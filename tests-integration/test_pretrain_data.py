@@ -248,7 +248,7 @@ from pretrain.text import sources
 with patch.object(sources, "_MOST_NAMES", 500), patch("pathlib.Path.is_file", exit):
     sources.find_sources({data!r})
 """
-    assert "it has 500 files or more. Join texts in .jsonl" in run_script(code).stderr
+    assert "500 files or more. Join texts in .jsonl" in run_script(code).stderr
 
 
 def test_a_cache_is_used_again_until_a_file_or_the_tokenizer_changes(tmp_path: Path) -> None:

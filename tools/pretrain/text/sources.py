@@ -39,7 +39,7 @@ def find_sources(data: str) -> list[Path]:
     except OSError as error:
         raise UsageError(f"--data {data}: {error.filename}: {error.strerror}") from None
     if len(found) == _MOST_NAMES:  # / or /proc/**, of a run folder from somebody else
-        raise UsageError(f"--data {data}: it has {_MOST_NAMES:,} files or more. Join texts in .jsonl")
+        raise UsageError(f"--data {data}: {_MOST_NAMES:,} files or more. Join texts in .jsonl")
     if path.is_dir():
         found = [one for one in found if "." not in map(itemgetter(0), one.relative_to(path).parts)]
     is_run = functools.cache(lambda folder: (folder / LOCK_NAME).exists())
