@@ -128,6 +128,7 @@ KINDS = {
     "exit": "`os._exit(7)`", "abort": "SIGABRT", "memory": "MemoryError",
     "slow": "one rank two seconds late", "nan": "the loss of the last step is not finite",
     **dict.fromkeys(SIGNALS, "all ranks save, or end"),
+    "INT to hatch": "which ignores it",
     "changed": f"SIGKILL, then a start with `{CHANGES}`",
     "node": "SIGKILL of a node's torchrun and rank, then a restart",
     "full disk": "no space left until the job has ended",
@@ -142,7 +143,7 @@ DAMAGES = ("flipped bit", "truncated file", "no manifest")
 # These do not end the job.
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
-    *(kind for kind in SIGNALS if kind.startswith("STOP")),
+    *(kind for kind in SIGNALS if kind.startswith("STOP") or kind == "INT to hatch"),
 )  # fmt: skip
 _KINDS_UNDER = {  # the kinds, and the processes that get signals
     "forked": {*FATAL, "slow", "rank"}, "torchrun": {*FATAL, "slow"},

@@ -173,7 +173,7 @@ def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, c
         first.log({"a": 1.0}, step)
         second.log({"b": 2.0}, step)
     assert [r.getMessage() for r in caplog.records] == [
-        f"another run writes {path} too: give each run a separate folder"
+        f"another run writes {path} too: give each a separate folder"
     ]
     assert Run.read(path).curves == {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 2: 2.0}}
     first.close()

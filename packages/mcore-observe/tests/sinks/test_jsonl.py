@@ -150,6 +150,27 @@ def test_a_resumed_run_drops_later_lines(tmp_path):
     assert None not in kept[:3]
 
 
+@pytest.mark.parametrize("resume_step", [None, 1])
+def test_a_process_that_was_frozen_before_its_first_line_leaves_a_later_file_alone(
+    resume_step, tmp_path
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+    before = JsonlSink(path)
+    before.log({"a": 1.0}, 1)
+    before.close()
+    frozen = JsonlSink(path, resume_step=resume_step)
+    if resume_step is None:  # a start without a checkpoint moves the folder away
+        path.parent.rename(tmp_path / "moved")
+    later = JsonlSink(path, resume_step=resume_step)
+    for step in (2, 3):
+        later.log({"a": 2.0}, step)
+    expected = path.read_bytes()
+    with pytest.raises(FileExistsError, match=r"a later run has made .* anew"):
+        frozen.log({"a": 3.0}, 2)
+    assert path.read_bytes() == expected
+    later.close()
+
+
 def test_flush_reaches_the_disk_and_is_fine_after_close(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)

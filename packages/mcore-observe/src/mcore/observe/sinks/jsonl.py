@@ -61,7 +61,9 @@ class JsonlSink:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Raises now if it cannot be opened, not at the first step.
-        os.close(open_plain(self.path, os.O_WRONLY | os.O_CREAT))
+        file = open_plain(self.path, os.O_WRONLY | os.O_CREAT)
+        self._inode = os.fstat(file).st_ino
+        os.close(file)
         self._resume_step = resume_step
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
@@ -141,8 +143,12 @@ class JsonlSink:
 
     def _open(self) -> IO[bytes]:
         if self._file is None:
+            # This process may have been frozen, and a later start may have made a new file.
+            if self.path.exists() and self.path.stat().st_ino != self._inode:
+                raise FileExistsError(f"a later run has made {self.path} anew, and writes it")
             if self._resume_step is not None:
                 self._forget_later_steps(self._resume_step)
+                self._inode = self.path.stat().st_ino
             with open(self.path, "ab+", opener=open_plain) as file:
                 _repair_last_line(file)
             # Unbuffered: a write is with the operating system when it returns.
@@ -150,9 +156,7 @@ class JsonlSink:
             try:
                 lock(self._file.fileno())
             except BlockingIOError:
-                logger.warning(
-                    "another run writes %s too: give each run a separate folder", self.path
-                )
+                logger.warning("another run writes %s too: give each a separate folder", self.path)
         return self._file
 
     def _forget_later_steps(self, step: int) -> None:
@@ -218,10 +222,8 @@ def _repair_last_line(file: BinaryIO) -> None:
         start -= size - cut
         if cut:
             break
-    if not line:
-        return
     # The line lacks only its newline, which the reader of records requires.
-    if record_of(line + b"\n") is not None:
+    if line and record_of(line + b"\n") is not None:
         file.write(b"\n")
-    else:
+    elif line:
         file.truncate(start)

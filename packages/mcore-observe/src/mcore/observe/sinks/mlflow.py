@@ -383,8 +383,7 @@ def is_unreachable(error: Exception) -> bool:
         return True
     status = getattr(error, "get_http_status_code", None)
     if callable(status):
-        code = int(status())
-        return code >= 500 or code in _TEMPORARY_STATUS
+        return (code := int(status())) >= 500 or code in _TEMPORARY_STATUS
     return isinstance(error, OSError)
 
 
