@@ -115,9 +115,8 @@ class Loop:
         # Else the log would compare the learning rates of all ranks on the device.
         self.log_groups = SimpleNamespace(dp=self.groups.dp) if self.num_unread else self.groups
         self.started: list[tuple[float, float, HostCopy]] = []
-        self.skipped_in_a_row = 0
         self.progress: TrainState = self.observed.train_state
-        self.first_step = self.progress.step
+        self.skipped_in_a_row, self.first_step = 0, self.progress.step
         end = self.first_step + (settings.exit_after or settings.train_iters)
         self.last_step = 0 if settings.eval_only else min(end, settings.train_iters)
         self.summary = Summary(self.folder, settings, first_step=self.first_step)

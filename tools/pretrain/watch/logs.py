@@ -56,6 +56,7 @@ def observe_run(
     state = GlobalState(cfg=container, train_state=train_state)
     if mlflow is not None:
         state.mlflow_logger = mlflow.logger
+    state.sinks()  # made now: a frozen process that continues must not take a later start's files
     return state
 
 

@@ -161,12 +161,17 @@ def test_a_process_that_was_frozen_before_its_first_line_leaves_a_later_file_alo
     frozen = JsonlSink(path, resume_step=resume_step)
     if resume_step is None:  # a start without a checkpoint moves the folder away
         path.parent.rename(tmp_path / "moved")
+        path.parent.mkdir()
+        with pytest.raises(FileNotFoundError):
+            frozen.log({"a": 3.0}, 2)
+        assert not path.exists()
     later = JsonlSink(path, resume_step=resume_step)
     for step in (2, 3):
         later.log({"a": 2.0}, step)
     expected = path.read_bytes()
     with pytest.raises(FileExistsError, match=r"a later run has made .* anew"):
-        frozen.log({"a": 3.0}, 2)
+        frozen.log({"a": 3.0}, 2)  # raises for the first waiting line only
+        frozen.flush()
     assert path.read_bytes() == expected
     later.close()
 

@@ -143,8 +143,8 @@ class JsonlSink:
 
     def _open(self) -> IO[bytes]:
         if self._file is None:
-            # This process may have been frozen, and a later start may have made a new file.
-            if self.path.exists() and self.path.stat().st_ino != self._inode:
+            # This process may have been frozen, and a later start may have a new file here.
+            if self.path.stat().st_ino != self._inode:
                 raise FileExistsError(f"a later run has made {self.path} anew, and writes it")
             if self._resume_step is not None:
                 self._forget_later_steps(self._resume_step)
