@@ -1,5 +1,5 @@
-import copy
 import contextlib
+import copy
 import json
 import math
 import os
