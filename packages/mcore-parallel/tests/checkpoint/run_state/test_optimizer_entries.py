@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,7 @@ def test_states_keep_their_dtype_beside_entries(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan needs Python 3.11")
 def test_torchtitan_optimizers_continue_bit_for_bit(tmp_path: Path) -> None:
     titan = pytest.importorskip("torchtitan.components.optimizer.optimizer")
     config = titan.default_adamw(lr=1e-2)
