@@ -233,6 +233,7 @@ def test_one_fitting_tag_is_enough(install: Install) -> None:
         ("other-lib>=2.11", None, "version 1.2 needs other-lib>=2.11, which is not installed"),
         ("other-lib", None, "version 1.2 needs other-lib, which is not installed"),
         ("other-lib>=2.11", "2.11.0a0+nv25", None),
+        ("other-lib!=2.11", "2.11.0rc1", None),
         ("other-lib>=2.11; python_version < '3.0'", None, None),
         ("other-lib>=2.11; extra == 'more'", None, None),
         ("other-lib>=2.11; python_version > '3.0'", "1", "2.11, but 1 is installed"),

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import logging
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def test_loaded_module_gives_its_version(
     assert get() == Version("2.7.4.post1")
     assert is_min("2.7.4") is True
     assert is_min("2.7.4", False) is True
+    assert is_min("2.7.4.post1") is inspect.signature(is_min).parameters["check_equality"].default
     assert is_min("2.7.4.post1", check_equality=False) is False
     assert is_min(Version("2.8")) is False
 
