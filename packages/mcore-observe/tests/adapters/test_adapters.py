@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def ran(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, str(program), str(folder), *ports],
         cwd=folder, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder

@@ -61,9 +61,8 @@ class JsonlSink:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Raises now if it cannot be opened, not at the first step.
-        file = open_plain(self.path, os.O_WRONLY | os.O_CREAT)
-        self._inode = os.fstat(file).st_ino
-        os.close(file)
+        with open(self.path, "ab", opener=open_plain) as file:
+            self._inode = os.fstat(file.fileno()).st_ino
         self._resume_step = resume_step
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
@@ -144,8 +143,9 @@ class JsonlSink:
     def _open(self) -> IO[bytes]:
         if self._file is None:
             # This process may have been frozen, and a later start may have a new file here.
-            if self.path.stat().st_ino != self._inode:
-                raise FileExistsError(f"a later run has made {self.path} anew, and writes it")
+            with open(self.path, "rb", opener=open_plain) as made:
+                if os.fstat(made.fileno()).st_ino != self._inode:
+                    raise FileExistsError(f"a later run has made {self.path} anew, and writes it")
             if self._resume_step is not None:
                 self._forget_later_steps(self._resume_step)
                 self._inode = self.path.stat().st_ino
