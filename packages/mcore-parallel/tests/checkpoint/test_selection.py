@@ -103,6 +103,13 @@ def test_other_names(tmp_path: Path) -> None:
         load_sharded_state_dict(target, tmp_path / "a", include=[3])  # type: ignore[list-item]
 
 
+def test_a_function_that_returns_no_name_is_refused(tmp_path: Path) -> None:
+    save_sharded_state_dict(shards(1.0), tmp_path / "a")
+    nothing: Any = {"body.a": "body.a"}.get  # forgets the other keys
+    with pytest.raises(CheckpointingException, match=r"a text for 'body\.b', not None"):
+        load_sharded_state_dict(shards(0.0), tmp_path / "a", rename=nothing)
+
+
 class Net(torch.nn.Module):
     def __init__(self, seed: int, body: str = "body") -> None:
         super().__init__()

@@ -55,8 +55,9 @@ def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
     assert manager.save(linear(), step=11, force=True)
     assert not manager.save(linear(), step=11, force=True)
     assert names(tmp_path) == ["step_1", "step_11", "step_3", "step_9"]
-    with pytest.raises(CheckpointingException, match="step_9 already exists"):
-        manager.save(linear(), step=9)
+    assert manager.save(linear(), step=9)  # a run that went back keeps what it left
+    assert names(tmp_path) == ["after_step_3", "step_1", "step_3", "step_9"]
+    assert names(tmp_path / "after_step_3") == ["step_11", "step_9"]
     for options in ({"keep": 0}, {"every": 0}):
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
@@ -134,6 +135,28 @@ def test_a_run_that_went_back_never_meets_the_future_that_it_left(tmp_path: Path
     assert model.bias.item() == 1.0
     assert manager.save(linear(), step=9)  # after a resume nothing is set aside
     assert names(tmp_path) == ["after_step_2", "step_9"]
+
+
+def test_a_sparser_save_after_going_back_leaves_no_future_behind(tmp_path: Path) -> None:
+    for step in (1, 8, 9):
+        save_training_state(tmp_path / f"step_{step}", linear(float(step)), step=step)
+    manager = CheckpointManager(tmp_path, every=10, keep=2)
+    manager.load(linear(), step=1)
+    assert manager.save(linear(-1.0), step=10)  # later than all that it left
+    assert names(tmp_path) == ["after_step_1", "step_1", "step_10"]
+    assert names(tmp_path / "after_step_1") == ["step_8", "step_9"]
+
+
+def test_a_manager_whose_run_goes_back_by_a_plain_load_continues(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(linear(float(step)), step=step)
+    load_training_state(tmp_path / "step_1", linear())
+    assert [manager.save(linear(-1.0), step=step) for step in (2, 3)] == [True, True]
+    assert names(tmp_path / "after_step_1") == ["step_2", "step_3"]
+    model = linear()
+    assert manager.load_latest(model) == {"step": 3}
+    assert model.bias.item() == -1.0
 
 
 @pytest.mark.usefixtures("on_each_device")

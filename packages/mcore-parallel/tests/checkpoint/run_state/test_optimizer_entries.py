@@ -264,6 +264,36 @@ def test_a_refused_optimizer_is_saved_as_an_extra_value(tmp_path: Path) -> None:
     assert equal(model, other)
 
 
+class Shared(SGD):
+    """Counts its steps in one tensor, which is in the state of every parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [value for group in self.param_groups for value in group["params"]]
+        count = self.state[every[0]].setdefault("count", torch.zeros(()))
+        count += 1
+        for value in every:
+            self.state[value]["count"] = count
+            value.sub_(count)
+
+
+def test_a_tensor_that_parameters_share_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = Shared(model.parameters())
+    optimizer.step()
+    with pytest.raises(CheckpointingException, match=r"'weight\.count' and 'bias\.count'"):
+        save_training_state(tmp_path / "a", model, optimizer, step=1)
+    save_training_state(tmp_path / "b", model, step=1, own=optimizer)  # the remedy that it names
+    other = torch.nn.Linear(2, 1)
+    loaded = Shared(other.parameters())
+    load_training_state(tmp_path / "b", other, own=loaded)
+    optimizer.step()
+    loaded.step()
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(model.bias, other.bias)
+    assert loaded.state[other.weight]["count"] is loaded.state[other.bias]["count"]
+
+
 def test_entries_that_cannot_be_given_back_are_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = Counting(model)

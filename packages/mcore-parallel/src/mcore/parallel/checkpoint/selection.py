@@ -77,7 +77,10 @@ class Selection:
         if self._rename is None:
             return key
         if callable(self._rename):
-            return self._rename(key)
+            found = self._rename(key)
+            if not isinstance(found, str):
+                raise CheckpointingException(f"rename must give a text for {key!r}, not {found!r}")
+            return found
         if key in self._rename:
             return self._rename[key]
         starts = [old for old in self._rename if old.endswith("*") and key.startswith(old[:-1])]

@@ -102,9 +102,10 @@ class CheckpointManager:
 
         Call it after every step. Other steps return immediately, without communication. The first
         save deletes the leftovers of killed saves in the folder, see :func:`remove_incomplete`. If
-        the run went back, it also sets checkpoints of this and later steps aside, as
-        :meth:`rollback` does. If :meth:`load_latest` found a checkpoint of this step damaged, that
-        is renamed to ``step_N.damaged``.
+        the run went back, the save also sets checkpoints of this and later steps aside, and those
+        after the checkpoint that this manager loaded, as :meth:`rollback` does. If
+        :meth:`load_latest` found a checkpoint of this step damaged, that is renamed to
+        ``step_N.damaged``.
 
         Args:
             model: As for :func:`save_training_state`.
@@ -130,9 +131,10 @@ class CheckpointManager:
         self.wait()
         if not self._has_saved or path in self._damaged:
             self._change_folder(lambda: self._make_room(path))
-        if not self._has_saved:
+        if not self._has_saved or step <= self._step:
             # The next save of a run that went back: nothing of the future that it left may stay.
-            self._set_aside(step - 1, None, keep_damaged=True)
+            present = int(self._last.name.removeprefix("step_")) if self._last else step
+            self._set_aside(min(step - 1, present), None, keep_damaged=True)
         self._pending = training_state.save_training_state(
             path, model, optimizer, step=step, process_group=self._group, async_=self.async_, **more
         )

@@ -47,13 +47,13 @@ def list_holders(optimizer: Optimizer) -> list[Holder]:
     if _is_zero(optimizer):
         local = getattr(optimizer, "optim", None)
         if not isinstance(local, Optimizer):
-            raise _refuse(optimizer, "has no local torch optimizer (overlap_with_ddp=True)")
+            raise refuse(optimizer, "has no local torch optimizer (overlap_with_ddp=True)")
         return [Holder(local, optimizer.param_groups)]  # it copies the options before each step
     if not inner:
         return [Holder(optimizer, optimizer.param_groups)]
     if optimizer.state or own != {id(value) for one in inner for value in _list_values(one)}:
         kinds = ", ".join(sorted({type(one).__name__ for one in inner}))
-        raise _refuse(optimizer, f"shares parameters with inner optimizers ({kinds})")
+        raise refuse(optimizer, f"shares parameters with inner optimizers ({kinds})")
     return [holder for one in inner for holder in list_holders(one)]
 
 
@@ -66,7 +66,7 @@ def _list_values(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (value for group in optimizer.param_groups for value in group["params"])
 
 
-def _refuse(optimizer: Optimizer, problem: str) -> CheckpointingException:
+def refuse(optimizer: Optimizer, problem: str) -> CheckpointingException:
     return CheckpointingException(f"the optimizer {type(optimizer).__name__} {problem}. {_REMEDY}")
 
 
@@ -105,7 +105,7 @@ def find_entries(
         )
         raise CheckpointingException(titled_list(title, missing, "entry"))
     if contains([entries, states], is_dtensor):
-        raise _refuse(optimizer, "has DTensors that belong to no parameter")
+        raise refuse(optimizer, "has DTensors that belong to no parameter")
     return {"entries": entries, "states": states} if entries or any(states) else {}
 
 
@@ -115,7 +115,7 @@ def _find_other_states(optimizer: Optimizer, holder: Holder) -> dict[Any, Any]:
     others = {key: one for key, one in holder.optimizer.state.items() if id(key) not in known}
     lost = [tuple(key.shape) for key in others if isinstance(key, torch.Tensor)]
     if lost:
-        raise _refuse(optimizer, f"has the state of a tensor of shape {lost[0]} in no group")
+        raise refuse(optimizer, f"has the state of a tensor of shape {lost[0]} in no group")
     return others
 
 

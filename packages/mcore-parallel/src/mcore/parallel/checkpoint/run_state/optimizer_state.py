@@ -88,6 +88,7 @@ class OptimizerState:
             for parameter in self._parameters
             for name in parameter.names
         }
+        self._check_shared()
         names: dict[int, list[str]] = {}
         for parameter in self._parameters:
             names.setdefault(id(parameter.group), []).extend(parameter.names)
@@ -96,6 +97,17 @@ class OptimizerState:
             for place, group in self._groups.items()
         )
         return {_STATE: state, GROUPS: OneLeaf(groups, merge=_merge_groups)}
+
+    def _check_shared(self) -> None:
+        """Raise if two parameters share a tensor, which a load would make two tensors."""
+        seen: dict[int, str] = {}
+        for parameter in self._parameters:
+            for field, value in parameter.state.items():
+                name = f"{parameter.names[0]}.{field}"
+                first = seen.setdefault(id(value), name)
+                if first != name and isinstance(value, torch.Tensor):
+                    problem = f"has one tensor as state of two parameters, {first!r} and {name!r}"
+                    raise optimizer_entries.refuse(parameter.optimizer, problem)
 
     def _describe(self, name: str, field: Any, value: Any) -> Any:
         if not isinstance(field, str) or "." in field:
