@@ -71,6 +71,17 @@ def test_only_rank_zero_logs(
     ]
 
 
+def test_a_process_without_a_known_rank_logs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    for variable in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(variable, raising=False)
+    with caplog.at_level(logging.INFO, logger="mcore.versioning"):
+        log_on_rank_zero(logging.INFO, "from the only process")
+    assert caplog.messages == ["from the only process"]
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
