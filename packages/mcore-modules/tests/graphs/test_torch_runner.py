@@ -42,7 +42,9 @@ def accumulated(cpu_graphs, clone):
     """Two microbatches whose gradients for the factor are 1 and 10."""
     layer = Scale()
     runner = TorchGraphRunner(clone_param_grads=clone, device=cpu_graphs)
-    [graph] = runner.capture([GraphSpec(layer, layer.forward, (torch.ones(1),))])
+    spec = GraphSpec(layer, layer.forward, (torch.ones(1),))
+    assert (spec.microbatch, spec.order, spec.pool) == (0, 0, None)
+    [graph] = runner.capture([spec])
     for value in (1.0, 10.0):
         graph(torch.full((1,), value)).sum().backward()
     return layer.factor.grad.item()
