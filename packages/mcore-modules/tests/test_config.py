@@ -26,6 +26,11 @@ def test_what_depends_on_other_fields_is_filled_in():
     assert config.output_layer_init_method.keywords["std"] == pytest.approx(0.08 / 2)
 
 
+def test_the_text_of_a_config_shows_fields_only():
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=2)
+    assert "_derived" not in repr(config)
+
+
 def test_given_values_are_kept():
     config = make(ffn_hidden_size=7, init_method=torch.nn.init.zeros_)
     assert config.ffn_hidden_size == 7

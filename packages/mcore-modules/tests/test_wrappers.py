@@ -48,6 +48,19 @@ class HandsOn(Wrapper):
             return getattr(super().__getattr__("module"), name)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "child"])
+def test_a_forwarding_wrapper_owns_its_tensors_and_children(kind):
+    model, inner = (HandsOn(torch.nn.Linear(1, 1)) for _ in range(2))
+    model.module = inner
+    for each in (model, inner):
+        value = torch.nn.Identity() if kind == "child" else torch.zeros(1)
+        if kind == "buffer":
+            each.register_buffer("mark", value)
+        else:
+            each.mark = torch.nn.Parameter(value) if kind == "parameter" else value
+    assert get_attr_wrapped_model(model, "mark", return_model_obj=True) is model
+
+
 def test_first_object_that_has_the_attribute():
     model, inner = wrapped(a=None)
     assert get_attr_wrapped_model(model, "a") is None
