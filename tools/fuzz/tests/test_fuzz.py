@@ -24,7 +24,8 @@ def test_harm_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def waste(content: bytes, folder: Path) -> None:
         while content == b"loop":
             pass
-        kept = b"x" * (2 * MOST_MB << 20)
+        # More than a large process may have free, which its fork would use first.
+        kept = b"x" * (8 * MOST_MB << 20)
         if content == b"error":
             raise KeyError(len(kept))
 
