@@ -59,7 +59,8 @@ def test_a_plain_loop_of_two_ranks_goes_on_as_one_and_names_the_slow_rank(tmp_pa
     one = run_program(plain_loop.main, [*words, "60"], 1)
     assert two.exit_codes == [0, 0], two.stderr
     assert one.exit_codes == [0], one.stderr
-    assert re.search(r"^slow ranks: .*\b1\b", two.stdout, re.MULTILINE), two.stdout
+    # A busy machine may leave the last report, which is printed, without a verdict.
+    assert "straggler: rank 1 (" in two.stderr, two.stderr
     assert "slow ranks: none" in one.stdout
 
     model, losses = plainly_trained(60)
