@@ -1,4 +1,5 @@
 import argparse
+import shlex
 import time
 from types import SimpleNamespace
 
@@ -74,6 +75,7 @@ def test_secret_names(name, value, secret):
         ("run --api-key=VALUE --n 1", "run --api-key=*** --n 1"),
         ("['--api-key', 'VALUE', '--n', '1']", "['--api-key', '***', '--n', '1']"),
         ('["--hf_token","a, b"]', '["--hf_token","***"]'),
+        (shlex.join(["--password", "it's 'a' b", "--n", "1"]), "--password '***' --n 1"),
         ("--use-token --eos-token </s> x", "--use-token --eos-token </s> x"),
         ("password='two words, a comma' n=1", "password='***' n=1"),
         ('{"secret": "a\\"b c", "n": 1}', '{"secret": "***", "n": 1}'),
@@ -190,6 +192,21 @@ def test_secrets_of_the_caller_and_the_environment(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "short")
     text = "bad key keyfromenvironment or known, in short"
     assert mask_secrets(text, ["known", ""]) == "bad key *** or ***, in short"
+
+
+def test_the_working_folder_is_no_secret(monkeypatch):
+    """Shells keep it in a variable that is named like a password."""
+    monkeypatch.setenv("PWD", "/home/me/project")
+    monkeypatch.setenv("DB_PWD", "abcdefgh")
+    assert mask_secrets("/home/me/project/run abcdefgh") == "/home/me/project/run ***"
+    assert config_params({"dir": "/home/me/project/run"}) == {"dir": "/home/me/project/run"}
+
+
+def test_a_configuration_that_was_read_back_keeps_its_missing_values():
+    """A missing key was the text None, and every None of the page was masked."""
+    params = config_params({"comet_api_key": None, "db_password": "abcd", "n": None, "x": "abcd"})
+    assert params == {"comet_api_key": "None", "db_password": "***", "n": "None", "x": "***"}
+    assert config_params(params) == params
 
 
 @settings(deadline=None)

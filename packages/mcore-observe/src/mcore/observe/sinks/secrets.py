@@ -42,7 +42,7 @@ _NAME = re.compile(
 _VALUE = re.compile(
     r"""(?:[bru]{1,2}(?=['"]))?(?:
     \\{1,7}(?P<packed>['"])(?P<inner>.*?)\\{1,7}(?P=packed)  # in a text that is quoted itself
-    |'(?P<single>(?:\\.|[^'\\])*)'|"(?P<double>(?:\\.|[^"\\])*)"
+    |'(?P<single>(?:\\.|[^'\\]|'"'"')*)'|"(?P<double>(?:\\.|[^"\\])*)"  # '"'"' is a shell's '
     |(?P<list>[\[({][^\])}\n]*)
     |(?P<word>(?:(?:basic|bearer|token)\s+)?[^\s'"&,;)}\]]+)
     |['"](?P<rest>[^\n]*))""",
@@ -104,7 +104,9 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     of_environment = {
         value.strip()
         for name, value in os.environ.items()
-        if len(value) >= _SHORTEST_KNOWN_SECRET and _is_secret_name(name, value)
+        if len(value) >= _SHORTEST_KNOWN_SECRET
+        and name != "PWD"  # the folder of a shell
+        and _is_secret_name(name, value)
     }
     # The longest first: one secret may be part of another.
     for secret in sorted({*known, *of_environment}, key=len, reverse=True):
@@ -141,7 +143,7 @@ def config_params(config: Any) -> dict[str, str]:
     secrets = config_secrets(config)
     return {
         name: _MASK
-        if value is not None and _is_secret_name(name, value)
+        if str(value) != "None" and _is_secret_name(name, value)
         else mask_secrets(str(value), secrets)
         for name, value in _flatten("", config)
     }
@@ -149,11 +151,10 @@ def config_params(config: Any) -> dict[str, str]:
 
 def config_secrets(config: Any) -> list[str]:
     """Return the texts of four characters or more under the secret names of a configuration."""
-    return [
-        value.strip()
-        for name, value in _flatten("", config)
-        if isinstance(value, str) and _is_secret_name(name, value) and len(value.strip()) >= 4
-    ]
+    texts = ((name, text.strip()) for name, text in _flatten("", config) if isinstance(text, str))
+    # The texts of a configuration that was read back have None as a text.
+    long = ((name, text) for name, text in texts if len(text) >= 4 and text not in _NO_SECRETS)
+    return [text for name, text in long if _is_secret_name(name, text)]
 
 
 @contextmanager
