@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
@@ -41,7 +40,8 @@ def find_sources(data: str) -> list[Path]:
     if len(found) == _MOST_NAMES:  # / or /proc/**, of a run folder from somebody else
         raise UsageError(f"--data {data}: {_MOST_NAMES:,} files or more. Join texts in .jsonl")
     if path.is_dir():
-        found = [one for one in found if "." not in map(itemgetter(0), one.relative_to(path).parts)]
+        hidden = re.compile(r"(^|/)\.")
+        found = [one for one in found if not hidden.search(one.relative_to(path).as_posix())]
     is_run = functools.cache(lambda folder: (folder / LOCK_NAME).exists())
     files = [
         one
