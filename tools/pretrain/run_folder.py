@@ -8,6 +8,7 @@ import shlex
 import stat
 import tempfile
 import time
+from itertools import count
 from pathlib import Path
 
 from pretrain.usage import UsageError
@@ -71,10 +72,8 @@ def name_run(runs_dir: Path, layout: str, started: int, number: int = 1) -> Path
 
 def free_number(runs_dir: Path, layout: str, started: int) -> int:
     """The first number for which :func:`name_run` returns a new name."""
-    number = 1
-    while name_run(runs_dir, layout, started, number).exists():
-        number += 1
-    return number
+    names = ((number, name_run(runs_dir, layout, started, number)) for number in count(1))
+    return next(number for number, path in names if not path.exists())
 
 
 def make_run_folder(path: Path, *, trusted: bool = False) -> RunFolder:

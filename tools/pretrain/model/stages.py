@@ -43,14 +43,10 @@ class Stage:
 
 def stages_of_rank(num_layers: int, *, rank: int, ranks: int, chunks: int) -> list[Stage]:
     """The stages of one rank: every ``ranks``-th of ``ranks * chunks`` equal stages."""
-    count = num_layers // (ranks * chunks)
+    count, last = num_layers // (ranks * chunks), ranks * chunks - 1
     return [
-        Stage(
-            range(place * count, (place + 1) * count),
-            is_first=place == 0,
-            is_last=place == ranks * chunks - 1,
-        )
-        for place in range(rank, ranks * chunks, ranks)
+        Stage(range(place * count, (place + 1) * count), place == 0, place == last)
+        for place in range(rank, last + 1, ranks)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +257,8 @@ def damaged_after(folder: RunFolder, step: int) -> dict[Path, str]:
 
 def set_aside(folder: Path, why: str) -> Path:
     """Rename the folder of a checkpoint or run, to free its name."""
-    number, aside = 1, folder.with_name(f"{folder.name}.{why}")
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"{folder.name}.{why}-{number}")
+    names = (f"{folder.name}.{why}" + f"-{number}" * (number > 1) for number in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
     try:
         return folder.rename(aside)
     except OSError as error:

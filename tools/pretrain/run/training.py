@@ -37,15 +37,9 @@ from pretrain.watch.summary import opening_lines
 
 
 def train(
-    settings: Settings,
-    folder: RunFolder,
-    device: torch.device,
-    *,
-    resume: Path | None,
-    past_damage: bool = False,
-    mlflow: JobRun | None = None,
-    signal: Callable[[], int] = lambda: 0,
-) -> None:
+    settings: Settings, folder: RunFolder, device: torch.device, *, resume: Path | None,
+    past_damage: bool = False, mlflow: JobRun | None = None, signal: Callable[[], int] = lambda: 0,
+) -> None:  # fmt: skip
     """Train as one rank of an existing process group. All ranks call it together.
 
     ``folder`` exists. ``resume`` is the folder to continue, or None for a new run. ``past_damage``
@@ -67,14 +61,9 @@ def train(
 
 
 def build_loop(
-    settings: Settings,
-    folder: RunFolder,
-    device: torch.device,
-    resume: Path | None,
-    past_damage: bool,
-    mlflow: JobRun | None,
-    signal: Callable[[], int],
-) -> Loop:
+    settings: Settings, folder: RunFolder, device: torch.device, resume: Path | None,
+    past_damage: bool, mlflow: JobRun | None, signal: Callable[[], int],
+) -> Loop:  # fmt: skip
     """The loop of ``train``, loaded and ready to run."""
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep

@@ -28,12 +28,9 @@ tqdm.set_lock(threading.RLock())
 
 
 def observe_run(
-    settings: Settings,
-    folder: RunFolder,
-    train_state: TrainState,
-    model_config: Any,
+    settings: Settings, folder: RunFolder, train_state: TrainState, model_config: Any,
     mlflow: JobRun | None = None,
-) -> GlobalState:
+) -> GlobalState:  # fmt: skip
     """The state for ``training_log``. The last rank writes, the others have no sinks."""
     container = ConfigContainer(
         logger=LoggerConfig(

@@ -182,13 +182,9 @@ class StragglerWatch:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        folder: RunFolder,
-        device: torch.device,
-        flops_per_step: int,
+        self, settings: Settings, folder: RunFolder, device: torch.device, flops_per_step: int,
         is_starting: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         StragglerDetector.reset_singleton()
         self.detector = StragglerDetector()
         self.reports = self._steps = 0

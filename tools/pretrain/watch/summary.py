@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import socket
 import time
-from pathlib import Path
 from statistics import fmean, median
 
 import torch
 
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
-from mcore.observe.files import replacing
-from mcore.observe.runs import Run, draw_page
+from mcore.observe.runs import Run, draw_page, draw_picture
 from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
@@ -83,7 +80,8 @@ class Summary:
         """The closing lines."""
         objective = objective_of(self.settings)
         digits, unit = objective.digits, objective.unit
-        curve = read_curve(self.folder.metrics, objective.loss_name)
+        name, found = objective.loss_name, records_of(self.folder.metrics)
+        curve = [(one["step"], one[name]) for one in found if one.get(name) is not None]
         last = [value for _, value in curve[-self.settings.log_interval :]]
         special, results, pages = [], [], []
         if self.num_skipped:
@@ -155,35 +153,10 @@ def describe_graphs(model: torch.nn.Module) -> str:
     return f"{captured} for {layers}, by the {', '.join(sorted(names))} runner"
 
 
-def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
-    """Step and value of every record that has the metric."""
-    found = records_of(metrics)
-    return [(record["step"], record[name]) for record in found if record.get(name) is not None]
-
-
 def draw_run(folder: RunFolder, objective: Objective) -> None:
     """Draw the losses as a picture, and everything as a page. Needs no display."""
     run = Run.read(folder.path)
-    _draw_losses(run, folder.loss_picture, objective)
+    names = (objective.loss_name, objective.validation_name)
+    losses = {name: run.curves[name] for name in names if name in run.curves}
+    draw_picture([Run(run.name, losses)], folder.loss_picture)
     draw_page([run], folder.page)
-
-
-def _draw_losses(run: Run, target: Path, objective: Objective) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, label, style in (
-        (objective.loss_name, "train", "-"),
-        (objective.validation_name, "validation", "o--"),
-    ):
-        curve = [point for point in run.points(name) if math.isfinite(point[1])]
-        if curve:
-            steps, values = zip(*curve, strict=True)
-            axes.plot(steps, values, style, label=label, linewidth=1.2, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"{objective.loss_name} ({objective.unit})")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(target) as file:
-        figure.savefig(file, dpi=120, format="png")
