@@ -108,7 +108,7 @@ def _time_detector(settings: Settings, rounds: int) -> tuple[dict[bool, list[flo
     losses: dict[bool, list[float]] = {}
     for is_on in (True, False):
         with open_loop(dataclasses.replace(settings, straggler=is_on)) as loop:
-            losses[is_on] = [_take_step(loop, step) for step in range(1, 1 + _COMPARED_STEPS)]
+            losses[is_on] = [take_step(loop, step) for step in range(1, 1 + _COMPARED_STEPS)]
     with open_loop(dataclasses.replace(settings, straggler=False)) as loop:
 
         def time_steps(is_on: bool) -> float:
@@ -120,10 +120,10 @@ def _time_detector(settings: Settings, rounds: int) -> tuple[dict[bool, list[flo
             return _time_steps(loop)
 
         on_s, off_s = alternate([partial(time_steps, is_on) for is_on in (True, False)], rounds)
-    return losses, _average_faster_half(on_s), _average_faster_half(off_s)
+    return losses, average_faster_half(on_s), average_faster_half(off_s)
 
 
-def _take_step(loop: Loop, step: int) -> float:
+def take_step(loop: Loop, step: int) -> float:
     """Do a step and return its loss."""
     loss, *_ = loop.steps.train_step(step)
     loop.watch.end_step()
@@ -132,12 +132,12 @@ def _take_step(loop: Loop, step: int) -> float:
 
 def _time_steps(loop: Loop) -> float:
     """Seconds of a step, of some steps and a report, as between two console lines."""
-    _take_step(loop, 1)
+    take_step(loop, 1)
     loop.watch.report(1)
     dist.barrier()
     started_s = time.perf_counter()
     for step in range(1, 1 + _STEPS):
-        _take_step(loop, step)
+        take_step(loop, step)
     loop.watch.report(_STEPS)
     return (time.perf_counter() - started_s) / _STEPS
 
@@ -153,6 +153,6 @@ def open_loop(settings: Settings) -> Iterator[Loop]:
         loop.watch.close()
 
 
-def _average_faster_half(seconds: list[float]) -> float:
+def average_faster_half(seconds: list[float]) -> float:
     kept = sorted(seconds)[: math.ceil(len(seconds) / 2)]
     return sum(kept) / len(kept)
