@@ -33,7 +33,6 @@ class Row:
         agreement: The results that were equal before the timing. Text that starts with
             ``DISAGREES`` makes the row an error.
         note: Anything that a reader needs to judge the figures.
-        unit: ``s``, or ``MiB`` if both sides are memory.
     """
 
     case: str
@@ -43,7 +42,6 @@ class Row:
     target: float | None = None
     agreement: str = ""
     note: str = ""
-    unit: str = "s"
 
     @property
     def ratio(self) -> float:

@@ -48,12 +48,8 @@ def page(results: Mapping[str, SuiteResult]) -> str:
 
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of one row, in the order of ``COLUMNS``."""
-    ours, theirs = (
-        format_duration(one) if row.unit == "s" else f"{one:.3g} {row.unit}"
-        for one in (row.ours_s, row.peer_s)
-    )
     return (
-        row.case, ours, f"{theirs}, {row.peer}",
+        row.case, format_duration(row.ours_s), f"{format_duration(row.peer_s)}, {row.peer}",
         "-" if math.isnan(row.ratio) else f"{row.ratio:.2f}",
         "" if row.target is None else f"{row.target:.3g}{'' if row.met else ', missed'}",
         row.agreement, row.note,

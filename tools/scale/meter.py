@@ -39,10 +39,12 @@ class Meter:
         """Measure the block. ``sent_bytes`` is the part of the role that it leaves there."""
         gc.collect()
         self.sent_bytes = 0
-        before, began = forget_peak(), time.process_time()
+        # Linux resets the highest memory of a process to the present one.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before, began = _read_memory("VmRSS"), time.process_time()
         yield
         seconds = time.process_time() - began
-        peak = max(0, read_memory("VmHWM") - before)
+        peak = max(0, _read_memory("VmHWM") - before)
         self.costs.append(Cost(self.ranks, name, seconds, peak, self.sent_bytes))
 
 
@@ -81,14 +83,7 @@ def _measure_once(item: Item, ranks: int) -> list[Cost]:
     return meter.costs
 
 
-def forget_peak() -> int:
-    """Reset this process's highest memory to the present one, and return that."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return read_memory("VmRSS")
-
-
-def read_memory(name: str) -> int:
-    """A size of this process in bytes, by its name in ``/proc/self/status``."""
+def _read_memory(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     [line] = [line for line in lines if line.startswith(f"{name}:")]
     return 1024 * int(line.split()[1])

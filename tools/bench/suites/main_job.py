@@ -4,8 +4,6 @@
 - Against plain PyTorch, the placement of memory makes a difference of 2 %, so both sides start six
   times. Only the main job copies between ``[s, b]``, in which sequences are cut over ranks, and the
   layout of attention. It rotates query and key in one autograd function.
-- A step of the small model is so short that there is a report every tenth of a second. The aim is
-  for the default model, with a report every second.
 """
 
 from __future__ import annotations
@@ -33,27 +31,23 @@ from pretrain.watch.straggler import StepRanges, StragglerWatch
 from rank_testing import run_ranks
 
 _CPU = torch.device("cpu")
-_STEPS = 10
+_STEPS, _ROUNDS = 10, 20
 _COMPARED_STEPS = 3
 _LOSSES_NEAR = 1e-5
-_SMALL = Settings(num_layers=2, hidden_size=64, seq_length=64, global_batch_size=8)
 _PEER = "the same steps with --no-straggler"
 
 
 def run() -> Iterable[Row]:
     """Yield the rows. Steps of both kinds alternate in one process group."""
     yield _compare_with_plain(starts=6, rounds=3)
-    cases = (("the default model", Settings(), 12, 0.99), ("a small model", _SMALL, 100, None))
-    for model, settings, rounds, target in cases:
-        ranks = settings.world_size
-        case = f"step of {model} on {ranks} ranks, detector on, a report every {_STEPS}"
-        losses, on_s, off_s = run_ranks(_time_detector, ranks, settings, rounds, timeout_s=600)[0]
-        if losses[True] != losses[False]:
-            yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
-            continue
-        agreement = f"the losses of {_COMPARED_STEPS} steps, bit for bit"
-        note = f"mean of the faster half of {rounds} rounds in alternation"
-        yield Row(case, on_s, _PEER, off_s, target, agreement, note)
+    case = f"step of the default model on 2 ranks, detector on, a report every {_STEPS}"
+    losses, on_s, off_s = run_ranks(_time_detector, 2, Settings(), _ROUNDS, timeout_s=600)[0]
+    if losses[True] != losses[False]:
+        yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
+        return
+    agreement = f"the losses of {_COMPARED_STEPS} steps, bit for bit"
+    note = f"mean of the faster half of {_ROUNDS} rounds in alternation"
+    yield Row(case, on_s, _PEER, off_s, 0.995, agreement, note)
 
 
 def _compare_with_plain(starts: int, rounds: int) -> Row:
@@ -68,7 +62,7 @@ def _compare_with_plain(starts: int, rounds: int) -> Row:
         return Row.disagreement(case, peer, f"losses {losses}")
     return Row(
         case, min(ours for _, ours, _ in measured), peer, min(theirs for _, _, theirs in measured),
-        1.0, f"the losses of {len(losses)} steps to {_LOSSES_NEAR:g}",
+        1.05, f"the losses of {len(losses)} steps to {_LOSSES_NEAR:g}",
         f"fastest of {starts} starts with {rounds} rounds of {_STEPS} steps in alternation",
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from rank_testing import run_ranks, server
-from rank_testing.server import uses_accelerator
 
 SEEN_ON_IMPORT = os.environ.get("RANK_TESTING_EXAMPLE")
 LOADED_ON_IMPORT = set(sys.modules)
@@ -89,10 +88,3 @@ def test_a_rank_inherits_path_and_folder_but_no_thread_and_no_device(
         "path": sys.path,
     }
     assert run_ranks(describe_rank, 2) == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("init", "expected"), [("gloo", False), (None, False), ("cuda:nccl", True)]
-)
-def test_only_an_accelerators_backend_uses_one(init: str | None, expected: bool) -> None:
-    assert uses_accelerator(init) is expected
