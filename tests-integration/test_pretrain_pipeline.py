@@ -128,9 +128,6 @@ def test_every_layout_of_four_ranks_equals_one_process(alone: Path, tmp_path: Pa
         ["stage", "3", "of", "4", "layer 2"],
         ["stage", "4", "of", "4", "layer 3, final norm and head"],
     ]
-    memory = curves_of(tmp_path / "pp4")
-    most = max(memory[f"memory/rank{rank}/mem-max-host-rss-gigabytes"][4] for rank in range(4))
-    assert memory["memory/mem-max-host-rss-gigabytes"][4] == pytest.approx(most, rel=0.02)
     interleaved = "".join(of_rank[2] for of_rank in printed)
     assert interleaved.count("stage ") == 2
     assert "     embedding, layer 0; layer 2, about" in interleaved

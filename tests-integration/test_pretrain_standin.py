@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain_runs import SMALL, curve_of, curves_of, losses_of, train_here, train_on_ranks
 from rank_testing import run_ranks
-from standin import no_host_waits
+from standin import no_host_waits, recorded
 from standin.guard import find_problem
 
 pytestmark = pytest.mark.skipif(
@@ -105,7 +106,7 @@ def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["packed", "dp", "tp", "cp", "fsdp"])
+@pytest.mark.parametrize("layout", ["packed", "dp", "tp", "cp", "fsdp", "pp"])
 def test_the_host_waits_only_in_steps_with_a_console_line(layout: str, tmp_path: Path) -> None:
     more = {"train_iters": 6, "log_interval": 3, "straggler": True, "tensorboard": True}
     same = dict.fromkeys(("check_replicas_interval", "save_interval", "eval_interval"), 3)
@@ -117,6 +118,39 @@ def test_the_host_waits_only_in_steps_with_a_console_line(layout: str, tmp_path:
     ):  # fmt: skip
         assert seen == [0, 1, 3, 4]  # one step late
     assert len(losses_of(tmp_path)) == 6
+
+
+def count_waits(settings: Settings, run_dir: str) -> dict[str, int]:
+    """Train on the stand-in. Returns the waits of the second step, which has no console line."""
+    run_step, found = Loop._run_step, Counter[str]()
+
+    def watched(job: Loop) -> int:
+        with recorded() as record:
+            step = run_step(job)
+        if step == 2:
+            found.update(line.partition(":")[0] for _, line in record.waits.elements())
+        return step
+
+    with mock.patch.object(Loop, "_run_step", watched):
+        train_here(settings, run_dir, kind="standin")
+    return dict(found)
+
+
+@pytest.mark.parametrize("layout", ["experts", "mtp"])
+def test_experts_wait_for_the_sizes_of_messages_and_a_tracker_once(
+    layout: str, tmp_path: Path
+) -> None:
+    kind = LAYOUTS["experts"] if layout == "experts" else {"dp": 1, "mtp": 1}
+    more = {"train_iters": 4, "log_interval": 3, "save_interval": 0, "eval_interval": 0}
+    settings = Settings(**{**STEPS, **kind, **more})
+    found = run_ranks(
+        count_waits, settings.world_size, settings, str(tmp_path),
+        init="standin:standin_nccl", timeout_s=600,
+    )  # fmt: skip
+    sizes = settings.num_layers if settings.experts else 0
+    assert [one.pop("tools/pretrain/model/experts.py", 0) for one in found] == [sizes] * len(found)
+    assert list(found[-1].values()) == [1], found  # the rank that logs
+    assert all("/observe/" in file for one in found for file in one), found
 
 
 # Settings, steps with an infinite gradient, the step at which a signal comes, and the end.

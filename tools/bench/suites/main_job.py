@@ -45,9 +45,10 @@ def run() -> Iterable[Row]:
     if losses[True] != losses[False]:
         yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
         return
-    agreement = f"the losses of {_COMPARED_STEPS} steps, bit for bit"
-    note = f"mean of the faster half of {_ROUNDS} rounds in alternation"
-    yield Row(case, on_s, _PEER, off_s, 0.995, agreement, note)
+    yield Row(
+        case, on_s, _PEER, off_s, 0.995, f"the losses of {_COMPARED_STEPS} steps, bit for bit",
+        f"mean of the faster half of {_ROUNDS} rounds in alternation",
+    )  # fmt: skip
 
 
 def _compare_with_plain(starts: int, rounds: int) -> Row:

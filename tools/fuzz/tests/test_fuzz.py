@@ -1,5 +1,6 @@
 """Every input of the corpus: no error, at most 2 seconds of the CPU and 200 MB."""
 
+import mmap
 import os
 import resource
 import tempfile
@@ -24,10 +25,10 @@ def test_harm_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def waste(content: bytes, folder: Path) -> None:
         while content == b"loop":
             pass
-        # More than a large process may have free, which its fork would use first.
-        kept = b"x" * (8 * MOST_MB << 20)
+        # Memory that the process had not, not even free.
+        size = mmap.mmap(-1, 2 * MOST_MB << 20).write(bytes(2 * MOST_MB << 20))
         if content == b"error":
-            raise KeyError(len(kept))
+            raise KeyError(size)
 
     monkeypatch.setitem(TARGETS, "config", waste)
     assert "KeyError" in _harm("config", b"error")

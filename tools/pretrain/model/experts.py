@@ -110,17 +110,20 @@ class ExpertFeedForward(MegatronModule):
         ep_group, ep_size = self.groups.ep, get_pg_size(self.groups.ep)
         copies = tokens[:, None].expand(*chosen.shape, -1).flatten(0, 1)
         to_expert = chosen.flatten().argsort(stable=True)
-        num_experts = self.router.num_experts
-        going = torch.bincount(chosen.flatten(), minlength=num_experts)
+        going = tokens.new_zeros(self.router.num_experts, dtype=torch.long)  # bincount would wait
+        going.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         coming = all_to_all(going, ep_group).view(ep_size, -1)
-        sent = going.view(ep_size, -1).sum(dim=1).tolist()
-        received = coming.sum(dim=1).tolist()
+        # The host needs the sizes of messages and parts: it waits for the device only here.
+        sums = going.view(ep_size, -1).sum(dim=1), coming.sum(dim=1), coming.sum(dim=0)
+        sizes = torch.cat(sums).tolist()
+        sent, received, counts = sizes[:ep_size], sizes[ep_size:][:ep_size], sizes[2 * ep_size :]
         arrived = all_to_all(
             copies[to_expert], ep_group, output_split_sizes=received, input_split_sizes=sent
         )
         numbers = torch.arange(coming.shape[1], device=tokens.device).repeat(ep_size)
-        by_expert = numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
-        results = self.experts(arrived[by_expert], coming.sum(dim=0).tolist())
+        numbers = numbers.repeat_interleave(coming.flatten(), output_size=sum(received))
+        by_expert = numbers.argsort(stable=True)
+        results = self.experts(arrived[by_expert], counts)
         back = all_to_all(
             results[by_expert.argsort()], ep_group, output_split_sizes=sent,
             input_split_sizes=received,

@@ -108,9 +108,8 @@ class Loop:
         self.settings = settings = self.steps.settings
         self.groups = self.steps.groups
         self.stop = StopAgreement(self.steps.device, timedelta(seconds=settings.timeout_s))
-        # The log of each step asks all stages for their memory, and the trackers of experts and of
-        # a second token hold one step.
-        asks_device = settings.pp > 1 or settings.experts or settings.mtp
+        # The trackers of experts and of a second token hold one step.
+        asks_device = settings.experts or settings.mtp
         self.num_unread = 0 if self.steps.device.type == "cpu" or asks_device else 1
         # Else the log would compare the learning rates of all ranks on the device.
         self.log_groups = SimpleNamespace(dp=self.groups.dp) if self.num_unread else self.groups

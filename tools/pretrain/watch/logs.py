@@ -37,7 +37,6 @@ def observe_run(
             log_interval=settings.log_interval, log_throughput=True,
             throughput_window_size=max(2, settings.log_interval),
             log_throughput_to_tensorboard=True, log_runtime_to_tensorboard=True,
-            log_memory_to_tensorboard=settings.pp > 1,  # the maximum of all stages
             runtime_time_unit="seconds",
             tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
             run_dir=str(folder.path), resume_step=train_state.step or None,
