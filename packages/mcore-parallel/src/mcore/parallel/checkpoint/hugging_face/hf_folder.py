@@ -365,6 +365,8 @@ def to_hf(path: str, new: str, prefix: str, output: Any, **options: Any) -> int:
     """Write the tensors of a checkpoint whose keys start with ``prefix`` as a folder."""
     stored = load.open_checkpoint(path, team_of(None)).index.keys
     keys = [key for key in stored if key.startswith(prefix)]
+    if not keys:
+        raise CheckpointingException(f"{path} has no key that starts with {prefix!r}")
     found = load.load_sharded_state_dict(dict.fromkeys(keys), path, unexpected="ignore")
     save_hf(new, {key.removeprefix(prefix): one for key, one in found.items()}, **options)
     output.report({"new": new, "keys": keys}, [f"{new}: {len(keys)} tensors"])

@@ -13,7 +13,11 @@ import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
 from mcore.parallel.checkpoint.files import places
-from mcore.parallel.checkpoint.files.directory import is_incomplete_name, sync_directory, sync_file
+from mcore.parallel.checkpoint.files.directory import (
+    is_incomplete_name,
+    new_large_file,
+    sync_directory,
+)
 from mcore.parallel.checkpoint.files.index import (
     PICKLE_START,
     file_problems,
@@ -31,6 +35,7 @@ from mcore.parallel.checkpoint.inspection.contents import (
     size_text,
     table,
 )
+from mcore.parallel.checkpoint.save import name_failure
 from mcore.parallel.shortened import counted, ranks_text, shorten
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -217,10 +222,15 @@ def to_torch(path: places.PathLike, file: str, keys: Sequence[str], output: Outp
                 report(num_bytes_of(stored))
     incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
     try:
-        torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), incomplete)
-        sync_file(incomplete)
+        # torch hides the error of a write, such as a full disk, unless Python makes the write.
+        with new_large_file(incomplete) as stream:
+            torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
         incomplete.rename(target)
         sync_directory(target.parent)
+    except (OSError, RuntimeError) as error:
+        raise name_failure(error, target) from error
     finally:
         incomplete.unlink(missing_ok=True)
     found = {"path": str(contents.directory), "file": str(target), "keys": names, "bytes": total}
