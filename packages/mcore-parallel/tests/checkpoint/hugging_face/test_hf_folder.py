@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import struct
 import subprocess
@@ -424,6 +425,26 @@ def test_commands_convert_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "already exists" in capsys.readouterr().err
     assert main(["to-hf", back, str(tmp_path / "none"), "--prefix", "modle."]) == 2
     assert "no key that starts with 'modle.'" in capsys.readouterr().err
+
+
+def test_a_save_and_a_load_are_one_line_of_the_log_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {f"w{number}": torch.zeros(5000) for number in range(4)}
+    with caplog.at_level("INFO", "mcore.parallel.checkpoint"):
+        save_hf(tmp_path / "a", state, config={"a": 1}, max_shard_size="40KB")
+        load_hf(tmp_path / "a", state)
+    saved, loaded = [record.getMessage() for record in caplog.records]
+    num_files = len(os.listdir(tmp_path / "a"))
+    assert num_files == 4  # two of tensors, their index and the config
+    assert re.fullmatch(
+        rf"saved {tmp_path}/a: 0.00 GB in {num_files} files, .*describe .*decide .*write .*publish "
+        r".* GB/s, training waited \d.*",
+        saved,
+    )
+    assert re.fullmatch(
+        rf"loaded {tmp_path}/a: 0.00 GB in 2 files, .*index .*plan .*read .* GB/s, .*", loaded
+    )
 
 
 def load_with_little_memory(folder: str, num_bytes: int) -> list[str]:

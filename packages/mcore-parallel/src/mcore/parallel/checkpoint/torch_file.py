@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error, find_passing
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.figures import show_progress
 from mcore.parallel.checkpoint.files import places
 from mcore.parallel.checkpoint.files.directory import new_large_file, sync_directory
-from mcore.parallel.checkpoint.files.index import PICKLE_START, nested_paths
+from mcore.parallel.checkpoint.files.index import read_nested_paths
 from mcore.parallel.checkpoint.inspection.contents import Contents, num_bytes_of
 from mcore.parallel.checkpoint.save import SaveOptions, name_failure, save_tree
 from mcore.parallel.checkpoint.team import team_of
-from mcore.parallel.torch_compat import METADATA_FILE
 
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
@@ -85,7 +84,7 @@ def to_torch(
     try:
         # torch hides the error of a write, such as a full disk, unless Python makes the write.
         with new_large_file(incomplete) as stream:
-            torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), stream)
+            torch.save(_nest(values, read_nested_paths(contents.directory)), stream)
             stream.flush()
             os.fsync(stream.fileno())
         incomplete.rename(target)
@@ -140,16 +139,6 @@ def from_torch(
         return found, {}
 
     save_tree(build, path, team_of(process_group), SaveOptions(False, False, weights_only, False))
-
-
-def _read_metadata(directory: places.Place) -> bytes:
-    """Return torch's index, which has the nesting of a state dict, or nothing without one."""
-    try:
-        return places.read_regular(directory / METADATA_FILE, PICKLE_START)
-    except CheckpointingException as error:
-        if find_passing(error):
-            raise
-        return b""
 
 
 class _Node(dict[Any, Any]):
