@@ -90,8 +90,9 @@ class LocalSave:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder."""
-        self._lock.close()
+        """Unlock the folder. The system unlocks it too if it reports an error."""
+        with suppress(OSError):
+            self._lock.close()
 
 
 class RemoteSave:
