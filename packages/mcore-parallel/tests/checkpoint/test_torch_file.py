@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint import (
     CheckpointingException,
     from_torch,
     load_training_state,
+    save_sharded_state_dict,
     to_torch,
 )
 from mcore.parallel.checkpoint.__main__ import main
@@ -64,6 +65,23 @@ def test_two_ranks_write_a_file_that_comes_back(is_zip: bool, tmp_path: Path) ->
     model = torch.nn.Linear(1400, 1500)
     load_training_state(saved, model, unexpected="ignore")
     assert torch.equal(model.weight, state["model"]["weight"])
+
+
+def test_a_file_that_appears_meanwhile_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_sharded_state_dict({"step": 1}, tmp_path / "step_1")
+    real = torch.save
+
+    def save(*given: Any) -> None:
+        real(*given)
+        (tmp_path / "new.pt").write_bytes(b"of another program")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointingException, match="already exists"):
+        to_torch(tmp_path / "step_1", tmp_path / "new.pt")
+    assert (tmp_path / "new.pt").read_bytes() == b"of another program"
+    assert sorted(os.listdir(tmp_path)) == ["new.pt", "step_1"]
 
 
 def test_files_without_a_dict_are_refused(

@@ -7,6 +7,7 @@ import secrets
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,8 +65,7 @@ def to_torch(
     target = places.local_path(file)
     if not target.parent.is_dir():
         raise CheckpointingException(f"cannot write {target}: there is no folder {target.parent}")
-    if os.path.lexists(target):
-        raise CheckpointingException(f"{target} already exists and is not overwritten")
+    _require_absent(target)
     values: dict[str, Any] = {}
     with Contents(path) as contents:
         names = contents.names(keys)
@@ -87,6 +87,7 @@ def to_torch(
             torch.save(_nest(values, read_nested_paths(contents.directory)), stream)
             stream.flush()
             os.fsync(stream.fileno())
+        _require_absent(target)  # another program may have made it since
         incomplete.rename(target)
         sync_directory(target.parent)
     except (OSError, RuntimeError) as error:
@@ -94,6 +95,11 @@ def to_torch(
     finally:
         incomplete.unlink(missing_ok=True)
     return names
+
+
+def _require_absent(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointingException(f"{target} already exists and is not overwritten")
 
 
 def from_torch(
