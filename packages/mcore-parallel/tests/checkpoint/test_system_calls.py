@@ -72,9 +72,9 @@ def save_under_strace(root: Path, log: Path, *options: str) -> int:
         try:
             ctypes.CDLL(None).prctl(*_ANY_TRACER, 0, 0, 0)
             signal.sigwait({signal.SIGUSR1})
-            code = SAVED
             try:
                 save_sharded_state_dict(state_of(2), root / "step_2")
+                code = SAVED
             except CheckpointingException:
                 code = REFUSED
         finally:

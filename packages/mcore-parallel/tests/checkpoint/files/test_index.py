@@ -35,9 +35,9 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.files.index import (
     _PlainUnpickler,
-    nested_paths,
     parse_index,
     read_index,
+    read_nested_paths,
 )
 from mcore.parallel.checkpoint.files.manifest import (
     Piece,
@@ -413,7 +413,7 @@ def test_a_large_index_costs_no_more_than_its_size_allows(name: str, tmp_path: P
     tracemalloc.start()
     try:
         assert not is_complete_checkpoint(tmp_path)
-        nested_paths(raw)
+        read_nested_paths(tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import struct
 import subprocess
@@ -422,6 +423,56 @@ def test_commands_convert_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["from-hf", str(tmp_path), str(tmp_path / "none")]) == 2
     assert main(["to-hf", back, folder, "--prefix", "model."]) == 2
     assert "already exists" in capsys.readouterr().err
+    assert main(["to-hf", back, str(tmp_path / "none"), "--prefix", "modle."]) == 2
+    assert "no key that starts with 'modle.'" in capsys.readouterr().err
+
+
+def test_a_save_and_a_load_are_one_line_of_the_log_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {f"w{number}": torch.zeros(5000) for number in range(4)}
+    with caplog.at_level("INFO", "mcore.parallel.checkpoint"):
+        save_hf(tmp_path / "a", state, config={"a": 1}, max_shard_size="40KB")
+        load_hf(tmp_path / "a", state)
+    saved, loaded = [record.getMessage() for record in caplog.records]
+    num_files = len(os.listdir(tmp_path / "a"))
+    assert num_files == 4  # two of tensors, their index and the config
+    assert re.fullmatch(
+        rf"saved {tmp_path}/a: 0.00 GB in {num_files} files, .*describe .*decide .*write .*publish "
+        r".* GB/s, training waited \d.*",
+        saved,
+    )
+    assert re.fullmatch(
+        rf"loaded {tmp_path}/a: 0.00 GB in 2 files, .*index .*plan .*read .* GB/s, .*", loaded
+    )
+
+
+def load_with_little_memory(folder: str, num_bytes: int) -> list[str]:
+    """Load a file that one mapping of the library fits into memory, or two, or none."""
+    found = []
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    for share in (0.5, 1.5):
+        most = pages * resource.getpagesize() + int(share * num_bytes)
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        try:
+            load_hf(folder, {"w": torch.empty(num_bytes // 4, device="meta")})
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_lack_of_memory_to_map_a_file_is_no_damage(tmp_path: Path) -> None:
+    size = 1 << 32
+    entry = {"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    header = json.dumps(entry).encode()
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        stream.truncate(8 + len(header) + size)  # a hole
+    [errors] = run_ranks(load_with_little_memory, 1, str(tmp_path), size, init=None)
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith(("MemoryError: ", "RuntimeError: "))
+        assert "Cannot allocate memory" in error
 
 
 def test_objects_need_a_none_in_the_mapping(tmp_path: Path) -> None:

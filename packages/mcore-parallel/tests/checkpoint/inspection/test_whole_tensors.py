@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +84,39 @@ def test_holes_are_refused(
     assert problem in capsys.readouterr().err
     assert main(["diff", str(path), str(path)]) == 2
     assert not file.exists()
+
+
+def put_outside(lines: list[dict[str, Any]]) -> None:
+    lines[2]["boxes"] = [0, 3, 4, 3]
+
+
+def test_a_piece_outside_of_its_tensor_is_damage_of_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        save_two_shards(tmp_path / f"step_{step}")
+    rewrite(tmp_path / "step_1", put_outside)
+    with pytest.raises(CheckpointingException, match="do not fit its shape"):
+        load_sharded_state_dict({"w": torch.zeros(6)}, tmp_path / "step_1")
+    assert main(["verify", str(tmp_path), "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (first["ok"], second["ok"]) == (False, True)
+    [damage] = first["damaged"]
+    assert "key 'w': its pieces do not fit its shape (6,)" in damage["problem"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_sharded_state_dict({"w": torch.zeros(1 << 20)}, tmp_path / "step_1")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        assert main(["to-torch", str(tmp_path / "step_1"), str(tmp_path / "one.pt")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / 'one.pt'} cannot be written (OSError: [Errno 27] File too large)\n"
+    )
+    assert os.listdir(tmp_path) == ["step_1"]
 
 
 def test_a_lack_of_memory_is_no_damage(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("protect", ["step_1", b"step_1"])
+def test_one_protected_name_needs_no_list(protect: Any, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1, protect=protect)
+    assert all(manager.save(linear(), step=step) for step in (1, 2, 3))
+    assert names(tmp_path) == ["step_1", "step_3"]
+
+
 ANOTHER_RUN = """
 import sys, torch
 from mcore.parallel.checkpoint import CheckpointManager

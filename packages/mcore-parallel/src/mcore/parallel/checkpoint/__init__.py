@@ -48,6 +48,7 @@ from mcore.parallel.checkpoint.sharded import (
     StateDict,
     is_main_replica,
 )
+from mcore.parallel.checkpoint.torch_file import from_torch, to_torch
 
 if TYPE_CHECKING:
     from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
@@ -74,6 +75,7 @@ __all__ = [
     "StateDict",
     "describe_shards",
     "ensure_metadata_has_dp_cp_group",
+    "from_torch",
     "gpt2_names",
     "is_complete_checkpoint",
     "is_main_replica",
@@ -93,6 +95,7 @@ __all__ = [
     "save_sharded_state_dict",
     "save_training_state",
     "sharded_state_dict_default",
+    "to_torch",
     "validate_plans",
     "validate_sharding_integrity",
 ]

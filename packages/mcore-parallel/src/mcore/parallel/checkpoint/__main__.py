@@ -25,7 +25,7 @@ exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: a
 arguments are wrong, a path cannot be read or written, or the memory does not suffice.
 """
 _MODULES = {
-    **dict.fromkeys(("ls", "show", "to-torch"), "inspection.listing"),
+    **dict.fromkeys(("ls", "show", "to-torch", "from-torch"), "inspection.listing"),
     "verify": "inspection.verify",
     "diff": "inspection.diff",
     **dict.fromkeys(("to-hf", "from-hf"), "hugging_face.hf_folder"),
@@ -93,10 +93,12 @@ def _build_parser() -> argparse.ArgumentParser:
     diff.add_argument("other", metavar="OTHER", help="the new checkpoint")
     to_torch = add("to-torch", "write a checkpoint as one file for torch.load, in host memory")
     to_torch.add_argument("file", metavar="FILE", help="the new file, which must not exist")
+    from_torch = add("from-torch", "write a file of torch.save as a checkpoint", "the file")
     to_hf = add("to-hf", "write a checkpoint as a folder of Hugging Face, in host memory")
     from_hf = add("from-hf", "write a folder of Hugging Face as a checkpoint", "the folder")
-    for command in (to_hf, from_hf):
+    for command in (from_torch, to_hf, from_hf):
         command.add_argument("new", metavar="NEW", help="the new folder, which must not exist")
+    for command in (to_hf, from_hf):
         command.add_argument("--prefix", default="", help="a start of keys that names lack")
     to_hf.add_argument("--config", metavar="FILE", help="the config.json of the model")
     to_hf.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="such as 5GB")

@@ -53,7 +53,8 @@ def is_lasting(error: OSError) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is a lack of memory, for which torch raises three types."""
-    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    # "can't allocate memory", or for a mapped file "Cannot allocate memory"
+    on_cpu = isinstance(error, RuntimeError) and "allocate memory" in str(error)
     return on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 

@@ -141,7 +141,7 @@ class OpenCheckpoint:
         self, directory: Place, num_keys: int, content: bytes, index: Index | None, clock: Clock
     ) -> None:
         self.directory, self.num_keys = directory, num_keys
-        self.clock, self.num_bytes, self.num_files = clock, 0, 0
+        self.clock, self.num_bytes, self.files = clock, 0, set[str]()
         self._content, self._index = content, index
 
     @property
@@ -154,7 +154,7 @@ class OpenCheckpoint:
     def log_figures(self, team: Team) -> None:
         """Log size and times of the finished load on the first rank."""
         if team.is_first:
-            figures = self.clock.stop(self.num_bytes, self.num_files)
+            figures = self.clock.stop(self.num_bytes, len(self.files))
             logger.info("loaded %s: %s", self.directory, figures)
 
 
@@ -249,7 +249,7 @@ def load_opened(
                 ) from error
         checkpoint.clock.end_phase("read")
         checkpoint.num_bytes += reader.num_bytes
-        checkpoint.num_files += reader.num_files
+        checkpoint.files |= reader.files
     return planner.loaded_state_dict()
 
 

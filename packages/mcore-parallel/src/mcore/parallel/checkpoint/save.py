@@ -338,7 +338,7 @@ def write_file(
     except CheckpointingException:
         raise
     except Exception as error:
-        raise _name_failure(error, save.file_of(rank), key) from error
+        raise name_failure(error, save.file_of(rank), key) from error
     return bytes(packed)
 
 
@@ -390,13 +390,13 @@ def _publish(
     except CheckpointingException:
         raise
     except Exception as error:
-        raise _name_failure(error, path) from error
+        raise name_failure(error, path) from error
     sizes.update({METADATA_FILE: len(index), MANIFEST_FILE: len(content)})
     save.publish(sizes)
     return None, [sum(sizes.values()), len(sizes)]
 
 
-def _name_failure(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
+def name_failure(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
     """Turn an error into one of ours, since not every exception can be sent to the other ranks."""
     origin: BaseException | None = error
     # torch.save hides the operating system's error, such as a full disk, in the chain of causes.

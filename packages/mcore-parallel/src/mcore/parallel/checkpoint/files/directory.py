@@ -90,8 +90,9 @@ class LocalSave:
         self.close()
 
     def close(self) -> None:
-        """Unlock the folder."""
-        self._lock.close()
+        """Unlock the folder. The system unlocks it too if it reports an error."""
+        with suppress(OSError):
+            self._lock.close()
 
 
 class RemoteSave:
@@ -465,11 +466,10 @@ def keep_last(
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}: the newest checkpoint always stays")
-    given = [protect] if isinstance(protect, str | bytes | os.PathLike) else list(protect)
     folder = place_of(root)
     protected = {
         _resolve(folder / text if len(Path(text).parts) == 1 else place_of(text))
-        for text in (os.fsdecode(one) for one in given)
+        for text in map(os.fsdecode, list_paths(protect))
     }
     surplus = [
         entry
@@ -479,6 +479,11 @@ def keep_last(
     for entry in surplus:
         _delete(entry)
     return surplus
+
+
+def list_paths(given: PathLike | Iterable[PathLike]) -> list[PathLike]:
+    """Return one path, or several, as a list."""
+    return [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
 
 
 def _delete(checkpoint: Place) -> None:

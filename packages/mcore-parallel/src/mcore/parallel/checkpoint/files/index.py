@@ -283,9 +283,10 @@ def _unpickle_metadata(content: bytes) -> _Record:
     return root
 
 
-def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
-    """Return the path of each key in nested dicts and lists, as far as an index has it."""
+def read_nested_paths(directory: Place) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of each key in nested dicts and lists, as far as torch's index has it."""
     try:
+        content = read_regular(directory / METADATA_FILE, PICKLE_START)
         paths = _unpickle_metadata(content).get("planner_data")
     except Exception as error:  # a damaged or hostile pickle can raise anything
         if find_passing(error):

@@ -61,14 +61,14 @@ class CheckedReader:
         self._keys = keys
         self.metadata, self._pieces = describe_for_torch(keys)
         self._scratch = pieces.Scratch()
-        self.num_bytes, self.num_files = 0, 0  # of the checked plan
+        self.num_bytes, self.files = 0, set[str]()  # of the checked plan
         self._device_scratch: pieces.Scratch | None = None
 
     def check_plan(self, plan: LoadPlan) -> None:
         """Check the sizes of a plan's files and, with ``verify="before"``, their content."""
         for name, wanted in self._group_by_file(plan.items):
             self.num_bytes += sum(one.piece.length for one in wanted)
-            self.num_files += 1
+            self.files.add(name)
             end = max(one.piece.at + one.piece.length for one in wanted)
             problem = places.size_problem(self._directory / name, end, at_least=True)
             if problem is not None:

@@ -8,6 +8,7 @@ checkpoints.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -48,6 +49,8 @@ from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
+
+logger = logging.getLogger(__name__)
 
 State = Mapping[str, Any] | torch.nn.Module | Iterable[torch.nn.Module]
 _Listed = tuple[list[ShardedTensor], dict[str, list[str]], list[str]]
@@ -109,7 +112,7 @@ def save_hf(
         >>> weight
         tensor([0., 1., 2.])
     """
-    team = team_of(process_group)
+    team, clock = team_of(process_group), Clock()
 
     def describe() -> tuple[tuple[Path, list[Any], bytes], list[int]]:
         final, shards = local_path(folder), _list_stored(state, mapping)[0]
@@ -153,10 +156,17 @@ def save_hf(
     with ExitStack() as cleanup, name_checkpoint("save", folder):
         (final, leaves, payload), [longest] = team.agree_max(describe, 1)
         payloads = team.gather(payload, longest)
+        clock.end_phase("describe")
         token, stored, flags = pickle.loads(team.share(decide)[0])
         save = LocalSave(final, token)
+        clock.end_phase("decide")
         team.agree(write)
+        clock.end_phase("write")
         team.agree(partial(save.publish, {}) if team.is_first else list)
+    clock.end_phase("publish")
+    if team.is_first:
+        sizes = [file.stat().st_size for file in final.iterdir()]
+        logger.info("saved %s: %s", final, clock.stop(sum(sizes), len(sizes)))
 
 
 def load_hf(
@@ -203,7 +213,7 @@ def load_hf(
             ...
         mcore.parallel.checkpoint.errors.DamagedCheckpointError: cannot load ...
     """
-    team, report = team_of(process_group), LoadReport()
+    team, report, clock = team_of(process_group), LoadReport(), Clock()
 
     def read() -> list[bytes]:
         with raise_as_damage():
@@ -223,10 +233,12 @@ def load_hf(
         index = pickle.loads(team.share(read)[0])
         keys = index.keys
         shards, names, left = team.agree(choose)
-    opened = load.OpenCheckpoint(local_path(folder), len(keys), b"", index, Clock())
+    clock.end_phase("index")
+    opened = load.OpenCheckpoint(local_path(folder), len(keys), b"", index, clock)
     options = load.LoadOptions(strict, "ignore", True, False, False)
     selection = Selection(report=report)
     load.load_opened(opened, lambda: {"tensors": shards}, team, options, selection=selection)
+    opened.log_figures(team)
     loaded = {key: ", ".join(one) for key, one in names.items() if keys.keys() >= {*one}}
     return LoadReport(loaded, left, [key for key in names if key not in loaded], report.unused)
 
@@ -365,6 +377,8 @@ def to_hf(path: str, new: str, prefix: str, output: Any, **options: Any) -> int:
     """Write the tensors of a checkpoint whose keys start with ``prefix`` as a folder."""
     stored = load.open_checkpoint(path, team_of(None)).index.keys
     keys = [key for key in stored if key.startswith(prefix)]
+    if not keys:
+        raise CheckpointingException(f"{path} has no key that starts with {prefix!r}")
     found = load.load_sharded_state_dict(dict.fromkeys(keys), path, unexpected="ignore")
     save_hf(new, {key.removeprefix(prefix): one for key, one in found.items()}, **options)
     output.report({"new": new, "keys": keys}, [f"{new}: {len(keys)} tensors"])

@@ -1,25 +1,17 @@
-"""The commands ``ls``, ``show`` and ``to-torch``: tables of a checkpoint, and it as one file."""
+"""The commands ``ls``, ``show``, ``to-torch`` and ``from-torch``."""
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from mcore.parallel.checkpoint.errors import CheckpointingException, find_passing
+from mcore.parallel.checkpoint import torch_file
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files import places
-from mcore.parallel.checkpoint.files.directory import is_incomplete_name, sync_directory, sync_file
-from mcore.parallel.checkpoint.files.index import (
-    PICKLE_START,
-    file_problems,
-    nested_paths,
-    read_index,
-)
+from mcore.parallel.checkpoint.files.directory import is_incomplete_name
+from mcore.parallel.checkpoint.files.index import file_problems, read_index
 from mcore.parallel.checkpoint.files.manifest import DTYPES, Index, StoredKey
 from mcore.parallel.checkpoint.inspection.contents import (
     Contents,
@@ -32,7 +24,6 @@ from mcore.parallel.checkpoint.inspection.contents import (
     table,
 )
 from mcore.parallel.shortened import counted, ranks_text, shorten
-from mcore.parallel.torch_compat import METADATA_FILE
 
 _RANK_FILE = re.compile(r"__(\d+)_\d+.*\.distcp")
 _OUR_FORMAT = "mcore-parallel, version 3, checksums XXH3 of 64 bits"
@@ -196,72 +187,16 @@ def _format_pieces(key: dict[str, Any]) -> Iterator[str]:
 
 
 def to_torch(path: places.PathLike, file: str, keys: Sequence[str], output: Output) -> int:
-    """Write a checkpoint, or some keys, as one dict. One rename makes the file appear."""
-    target = places.local_path(file)
-    if os.path.lexists(target):
-        raise CheckpointingException(f"{target} already exists and is not overwritten")
-    if not target.parent.is_dir():
-        raise CheckpointingException(f"cannot write {target}: there is no folder {target.parent}")
-    values: dict[str, Any] = {}
-    with Contents(path) as contents:
-        names = contents.names(keys)
-        contents.require_whole(names)
-        total = sum(num_bytes_of(contents.index.keys[name]) for name in names)
-        with output.progress("read", total) as report:
-            for name in names:
-                stored = contents.index.keys[name]
-                if stored.dtype is None:
-                    values[name] = contents.value(name)
-                else:
-                    values[name] = contents.box(name, (0,) * len(stored.shape), stored.shape)
-                report(num_bytes_of(stored))
-    incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
-    try:
-        torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), incomplete)
-        sync_file(incomplete)
-        incomplete.rename(target)
-        sync_directory(target.parent)
-    finally:
-        incomplete.unlink(missing_ok=True)
-    found = {"path": str(contents.directory), "file": str(target), "keys": names, "bytes": total}
-    text = f"{escaped(str(target))}: {counted(len(names), 'key')}, {size_text(total)}"
-    output.report(found, [text])
+    """Write a checkpoint, or some keys, as one file for torch.load."""
+    names = torch_file.to_torch(path, file, keys=keys, progress_bar=True)
+    size = places.local_path(file).stat().st_size
+    text = f"{escaped(file)}: {counted(len(names), 'key')}, {size_text(size)}"
+    output.report({"file": file, "keys": names, "bytes": size}, [text])
     return 0
 
 
-def _read_metadata(directory: places.Place) -> bytes:
-    """Return torch's index, which has the nesting of a state dict, or nothing without one."""
-    try:
-        return places.read_regular(directory / METADATA_FILE, PICKLE_START)
-    except CheckpointingException as error:
-        if find_passing(error):
-            raise
-        return b""
-
-
-class _Node(dict[Any, Any]):
-    """A dict or list made here, to distinguish it from a value that is a dict."""
-
-
-def _nest(values: dict[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> Any:
-    """Return values in dicts and lists as they were saved, or by key if the paths do not fit."""
-    root = _Node()
-    for name, value in values.items():
-        node, (*inner, last) = root, paths.get(name) or (name,)
-        for step in inner:
-            node = node.setdefault(step, _Node())
-            if type(node) is not _Node:
-                return values
-        if last in node:
-            return values
-        node[last] = value
-    return _make_plain_containers(root)
-
-
-def _make_plain_containers(node: Any) -> Any:
-    if type(node) is not _Node:
-        return node
-    inside = {step: _make_plain_containers(value) for step, value in node.items()}
-    if {type(step) for step in inside} == {int} and max(inside) == len(inside) - 1:
-        return [inside[place] for place in range(len(inside))]
-    return inside
+def from_torch(path: str, new: str, output: Output) -> int:
+    """Write a file of torch.save as a checkpoint."""
+    torch_file.from_torch(path, new)
+    output.report({"new": new}, [escaped(new)])
+    return 0

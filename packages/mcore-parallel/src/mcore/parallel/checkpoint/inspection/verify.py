@@ -67,15 +67,14 @@ def _check_checkpoint(
     report = {"path": str(directory), "ok": True, "bytes": 0, "pieces": 0, "damaged": []}
     try:
         index = read_index(directory)
-    except CheckpointingException as error:
-        if find_passing(error):
-            raise
-        damaged = [Damage("", MANIFEST_FILE, str(error))]
-    else:
         batches = list(_make_batches(directory, index))
         report["bytes"] = sum(batch.num_bytes for batch in batches)
         report["pieces"] = sum(len(batch.pieces) for batch in batches)
         damaged = _find_damage(directory, index, batches, workers, output)
+    except CheckpointingException as error:
+        if find_passing(error):
+            raise
+        damaged = [Damage("", MANIFEST_FILE, str(error))]
     report["ok"], report["damaged"] = not damaged, [one._asdict() for one in damaged]
     return report
 

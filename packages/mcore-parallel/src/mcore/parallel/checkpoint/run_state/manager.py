@@ -81,7 +81,7 @@ class CheckpointManager:
         self.root = places.place_of(root)
         self.keep = None if keep is None else _check_whole_number("keep", keep, 1)
         self.every, self.async_ = _check_whole_number("every", every, 1), async_
-        self._protect = tuple(protect)
+        self._protect = directory.list_paths(protect)
         self._group = process_group
         self._pending: SaveHandle | None = None
         self._last: places.Place | None = None  # the checkpoint that has the model's present state
