@@ -59,3 +59,17 @@ def test_scale(dtype, factor):
     source[-1] = math.nan
     scale(source, destination, own)
     assert flag.item() == 1
+
+
+def test_scale_of_float64_keeps_its_bits():
+    flag = torch.zeros(1, dtype=torch.int)
+    source = torch.randn(1000, dtype=torch.float64)
+    destination = torch.empty_like(source)
+
+    @compiled
+    def scale(source, destination):
+        local_multi_tensor_scale(1, flag, [[source], [destination]], 1 / 3)
+
+    scale(source, destination)
+    assert torch.equal(destination, source * (1 / 3))  # in float32 7 digits would be left
+    assert flag.item() == 0

@@ -375,6 +375,18 @@ def recomputed(runner, use_reentrant, in_flight, device, after=torch.sin):
     return layer, plain
 
 
+def test_an_eager_call_whose_backward_has_ended_delays_no_capture(runner):
+    manager, layer = manager_of(runner, warmups=1), Layer()
+    kept = manager(layer, (x(),), {})  # the warm-up
+    still_open = manager(layer, (x(),), {})
+    assert manager.num_graphs == 0  # the warm-up might be recomputed
+    for output in (kept, still_open):
+        output.sum().backward(retain_graph=True)
+    manager(layer, (x(),), {})
+    assert manager.num_graphs == 1
+    assert kept.grad_fn is not None  # alive, but over
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("after", [torch.sin, torch.neg])
