@@ -50,8 +50,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -103,36 +104,29 @@ class Verdict:
         of_rank = torch.tensor([labels[label] for label in peers])
         self._groups = [(of_rank == place).nonzero().flatten() for place in labels.values()]
         chance = compute_chance(rule.z)
-        self._tests = [
-            [
-                _SlowRanks(
-                    len(group),
-                    # The first row gets as large a share as all others together.
-                    chance / len(peers) / (max(num_times - 1, 1) if row else 1),
-                    rule,
-                )
-                for row in range(num_times)
-            ]
-            for group in self._groups
-        ]
+        # The first row gets as large a share as all others together.
+        shares = [1, *[max(num_times - 1, 1)] * (num_times - 1)]
+        chances = [chance / len(peers) / share for share in shares]
+        self._tests = [_SlowRanks(len(group), chances, rule) for group in self._groups]
         self._latest = torch.full((num_times, len(peers)), torch.nan)
 
     @property
     def is_measuring(self) -> bool:
         """Whether there are too few reports for a verdict on any rank."""
-        return not any(test.is_ready for tests in self._tests for test in tests)
+        rows = range(len(self._latest))
+        return not any(test.is_ready(row) for test in self._tests for row in rows)
 
     def add(self, values: torch.Tensor) -> None:
         """Judge a report with the logarithms of times, ``[num_times, world]``, NaN if unknown."""
         self.found = {}
         self._latest = values.where(values.isfinite(), self._latest)
-        for group, tests in zip(self._groups, self._tests, strict=True):
-            is_all = len(self._groups) == 1
-            latest = self._latest if is_all else self._latest[:, group]
-            iteration = latest[0].nanmedian().exp().item()
-            for row, test in enumerate(tests):
-                of_group = values[row] if is_all else values[row, group]
-                found = test.judge(of_group, latest[row], self._find_drift(row, group), iteration)
+        is_all = len(self._groups) == 1
+        for group, test in zip(self._groups, self._tests, strict=True):
+            latest, of_group = (
+                every if is_all else every[:, group] for every in (self._latest, values)
+            )
+            drifts = [self._find_drift(row, group) for row in range(len(latest))]
+            for row, found in enumerate(test.judge(of_group, latest, drifts)):
                 ranks = group.tolist() if found else []
                 self.found.update({(row, ranks[index]): z for index, z in found.items()})
 
@@ -148,13 +142,14 @@ class Verdict:
 
 
 class _SlowRanks:
-    """Finds the slow ranks among peers by the times of one section, from their last reports.
+    """Finds the slow ranks among peers by their times in each row, from their last reports.
 
-    ``chance`` is that of a false verdict on a rank in a report.
+    ``chances`` are those of a false verdict on a rank in a report. A small operation of torch costs
+    as much as one over many ranks, so all rows are judged at once until a rank may be slow.
     """
 
-    def __init__(self, num: int, chance: float, rule: OutlierRule) -> None:
-        self._num, self._chance = num, chance / 2
+    def __init__(self, num: int, chances: Sequence[float], rule: OutlierRule) -> None:
+        self._num, self._chances = num, [chance / 2 for chance in chances]
         # Without peers the past is all there is, and the noise decides.
         individual = rule.individual
         if num == 1 and individual == OutlierRule.individual:
@@ -162,129 +157,110 @@ class _SlowRanks:
         self._individual = -math.log(max(individual, 1e-300))
         self._relative = -math.log(max(rule.relative, 1e-300))
         self._step = max(1, num // _NUM_SAMPLED)
-        sampled = len(range(0, num, self._step))
+        rows, sampled = len(chances), len(range(0, num, self._step))
         fewest, most = _NUM_MEASURED
-        self._recent = torch.full((_NUM_RECENT, num), torch.nan)
-        self._quartiles = torch.full((_NUM_RECENT,), torch.nan)
-        self._measured = torch.full(
-            (max(fewest, min(most, _MOST_MEASURED // sampled)), sampled), torch.nan
-        )
-        self._age = torch.zeros(num)
-        self._num_reports = 0
-        self._found: Found = {}
-        self._num_silent = 0
+        num_measured = max(fewest, min(most, _MOST_MEASURED // sampled))
+        self._recent = torch.full((_NUM_RECENT, rows, num), torch.nan)
+        self._quartiles = torch.full((_NUM_RECENT, rows, 1), torch.nan)
+        self._measured = torch.full((num_measured, rows, sampled), torch.nan)
+        self._age = torch.zeros(rows, num)
+        self._num_reports, self._num_silent = [0] * rows, [0] * rows
+        self._found: list[Found] = [{}] * rows
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the noise is known."""
+    def is_ready(self, row: int) -> bool:
+        """Whether the noise of a row is known."""
         fewest = _FEWEST_OF_MANY if self._num >= _MANY else _FEWEST_OF_FEW.get(self._num, _FEWEST)
-        return self._num_reports >= fewest
+        return self._num_reports[row] >= fewest
 
-    def judge(
-        self, values: torch.Tensor, latest: torch.Tensor, drift: float, iteration_ms: float
-    ) -> Found:
-        """Return the slow ranks after a report with ``values`` ``[num]``, NaN if unknown.
+    def judge(self, values: torch.Tensor, latest: torch.Tensor, drifts: list[float]) -> list[Found]:
+        """Return the slow ranks of each row after a report.
 
-        ``latest`` are the last known values. ``drift`` is subtracted from a rank without peers.
+        ``values`` ``[num_rows, num]`` are NaN if unknown. ``latest`` are the last known values.
+        ``drifts`` are subtracted from a rank without peers.
         """
         known = values.isfinite()
-        if not known.any():  # the verdict of the last values holds for some time
-            self._num_silent += 1
-            return self._found if self._num_silent <= _NUM_RECENT else {}
-        self._num_silent = 0
-        middle = row_medians(latest[None])[0] if self._num > 1 else drift
-        relative = latest - middle
-        num_known = int(relative.isfinite().sum())
-        place = 1 + (num_known - 1) // 4
-        quartile = relative.kthvalue(place).values  # NaN is sorted to the end
-        self._quartiles = torch.cat([self._quartiles[1:], quartile.view(1)])
-        self._recent = _push(self._recent, relative, known)
+        has_values = known.any(dim=1, keepdim=True)
+        middles = row_medians(latest) if self._num > 1 else drifts
+        relative = latest - latest.new_tensor(middles).unsqueeze(1)
+        counts = relative.isfinite().sum(dim=1).tolist()
+        # NaN is sorted to the end.
+        places = [1 + max(0, count - 1) // 4 for count in counts]
+        lower = [row.kthvalue(place).values for row, place in zip(relative, places, strict=True)]
+        quartiles = torch.stack(lower).unsqueeze(1)
         at = slice(None, None, self._step)
-        self._measured = _push(self._measured, relative[at], known[at])
-        self._num_reports += 1
-        self._age = (self._age + 1) * ~known
-        self._found = {}
-        if self.is_ready:
-            num_measured = min(self._num_reports, len(self._measured))
+        self._recent = _push(self._recent, relative, known)
+        self._measured = _push(self._measured, relative[:, at], known[:, at])
+        self._quartiles = _push(self._quartiles, quartiles, has_values)
+        self._age = torch.where(has_values, (self._age + 1) * ~known, self._age)
+        iteration_ms = latest[0].nanmedian().exp().item()
+        usual_ms = (quartiles[:, 0] + latest.new_tensor(middles)).exp().tolist()
+        least = [compute_least_excess(each, iteration_ms) for each in usual_ms]
+        ready = []
+        for row, is_known in enumerate(has_values[:, 0].tolist()):
+            # The verdict of the last values holds for some time.
+            self._num_silent[row] = 0 if is_known else self._num_silent[row] + 1
+            self._num_reports[row] += is_known
+            if is_known or self._num_silent[row] > _NUM_RECENT:
+                self._found[row] = {}
+            if is_known and self.is_ready(row):
+                ready.append(row)
+        if ready:
             # Measured only if a rank is slow enough to matter.
-            noise = functools.cache(lambda: _Noise(self._measured, num_measured, self._num))
-            least = compute_least_excess(math.exp(middle + quartile.item()), iteration_ms)
-            self._found = self._compare_with_past(noise, least)
-            self._found |= self._compare_with_peers(noise, least, num_known, place)
+            noise = functools.cache(self._measure_noise)
+            self._compare_with_past(ready, noise, least)
+            self._compare_with_peers(ready, noise, least, counts)
         return self._found
 
-    def _compare_with_peers(
-        self, noise: Callable[[], _Noise], least: float, num_known: int, place: int
-    ) -> Found:
-        """Find ranks that are slower than the faster half of their peers."""
-        if num_known < 2:
-            return {}
-        return self._test_windows(
-            noise,
-            _WINDOWS,
-            self._recent - self._quartiles[:, None],
-            least=max(least, self._relative),
-            measure=_Noise.measure_windows,
-            place=max(0.0, -expected_place(place, num_known)),
-            # The variance of a lower quartile of n normal values is 1.86 / n.
-            factor=math.sqrt(1 + 1.86 / num_known),
-        )
+    def _measure_noise(self, row: int) -> _Noise:
+        num = min(self._num_reports[row], len(self._measured))
+        return _Noise(self._measured[:, row], num, self._num)
 
-    def _compare_with_past(self, noise: Callable[[], _Noise], least: float) -> Found:
+    def _compare_with_past(
+        self, ready: list[int], noise: Callable[[int], _Noise], least: list[float]
+    ) -> None:
         """Find ranks that have become slower while their peers have not."""
         latest = _PAST_WINDOWS[-1][0]
-        if self._num_reports < 2 * _NUM_NEIGHBOURS + latest:
-            return {}
-        usual = self._recent[-min(self._num_reports, _NUM_RECENT) : -latest].mean(dim=0)
-        return self._test_windows(
-            noise,
-            _PAST_WINDOWS,
-            self._recent[-latest:] - usual,
-            least=max(least, self._individual),
-            measure=_Noise.measure_changes,
-        )
+        ready = [row for row in ready if self._num_reports[row] >= 2 * _NUM_NEIGHBOURS + latest]
+        spans = [min(num, _NUM_RECENT) for num in self._num_reports]
+        usual = self._recent[-max(spans) : -latest].mean(dim=0)
+        for row in ready if min(spans) < max(spans) else ():
+            usual[row] = self._recent[-spans[row] : -latest, row].mean(dim=0)
+        least = [max(each, self._individual) for each in least]
+        leads = self._recent[-latest:] - usual
+        for row, test in self._find_suspects(ready, _PAST_WINDOWS, leads, least):
+            self._found[row] = test(noise(row), measure=_Noise.measure_changes)
 
-    def _test_windows(
-        self,
-        measure_noise: Callable[[], _Noise],
-        windows: Sequence[tuple[int, int]],
-        leads: torch.Tensor,
-        *,
-        least: float,
-        measure: Callable[[_Noise, int], float],
-        place: float = 0.0,
-        factor: float = 1.0,
-    ) -> Found:
-        """Find ranks by their leads over the usual values ``[reports, num]``: level, count, size.
+    def _compare_with_peers(
+        self, ready: list[int], noise: Callable[[int], _Noise], least: list[float],
+        counts: list[int],
+    ) -> None:  # fmt: skip
+        """Find ranks that are slower than the faster half of their peers."""
+        ready = [row for row in ready if counts[row] > 1]
+        least = [max(each, self._relative) for each in least]
+        leads = self._recent - self._quartiles
+        for row, test in self._find_suspects(ready, _WINDOWS, leads, least):
+            self._found[row] |= test(
+                noise(row),
+                measure=_Noise.measure_windows,
+                place=max(0.0, -expected_place(1 + (counts[row] - 1) // 4, counts[row])),
+                # The variance of a lower quartile of n normal values is 1.86 / n.
+                factor=math.sqrt(1 + 1.86 / counts[row]),
+            )
 
-        ``measure`` returns the standard deviation of the mean of a window, and ``factor`` is that
-        of a lead. ``place`` is the expected lead of equal ranks. Both are in units of the noise.
-        """
-        found: Found = {}
-        # The means of all windows at once: most reports end here, and a small operation of torch
-        # costs as much as one over many ranks.
+    def _find_suspects(
+        self, ready: list[int], windows: Sequence[tuple[int, int]], leads: torch.Tensor,
+        least: list[float],
+    ) -> Iterator[tuple[int, Callable[..., Found]]]:  # fmt: skip
+        """Yield each row in which a rank's mean lead is large enough to matter, with its test."""
         sizes = _SIZES[: len(windows)]
-        means = leads.flip(0).cumsum(0).index_select(0, sizes - 1) / sizes[:, None]
+        means = leads.flip(0).cumsum(0).index_select(0, sizes - 1) / sizes[:, None, None]
         means.masked_fill_(self._age > _NUM_RECENT, torch.nan)
-        matters = (means >= least).any(dim=1).tolist()
-        if not any(matters) or (noise := measure_noise()).weight < _LEAST_MEASUREMENTS:
-            return found
-        bias = place * noise.sigma
-        chance = self._chance / len(windows)
-        multiple = _compute_multiple(chance, noise.weight)
-        for (size, count), excess, may_be_slow in zip(windows, means, matters, strict=True):
-            limit = max(least, bias + multiple * factor * noise.sigma / math.sqrt(size))
-            if not may_be_slow or not (excess >= limit).any():
-                continue
-            sigma = factor * max(measure(noise, size), _measure_spread(excess))
-            index = (excess >= max(limit, bias + multiple * sigma)).nonzero().flatten()
-            needed = bias + noise.find_quantile(size, count, chance)
-            is_above = leads[-size:, index] > (excess[index] / 2).clamp(min=needed)
-            index = index[is_above.sum(dim=0) >= count]
-            z = ((excess[index].double() - bias) / sigma).tolist()
-            for each, distance in zip(index.tolist(), z, strict=True):
-                found[each] = max(distance, found.get(each, 0.0))
-        return found
+        matters = (means >= means.new_tensor(least)[:, None]).any(dim=2).any(dim=0).tolist()
+        for row in ready:
+            if matters[row]:
+                chance = self._chances[row] / len(windows)
+                given = windows, leads[:, row], means[:, row], least[row], chance
+                yield row, partial(_test_windows, *given)
 
 
 class _Noise:
@@ -369,6 +345,36 @@ class _Noise:
         return past.unfold(0, size, 1).mean(dim=-1) if len(past) >= size else past[:0]
 
 
+def _test_windows(
+    windows: Sequence[tuple[int, int]], leads: torch.Tensor, means: torch.Tensor, least: float,
+    chance: float, noise: _Noise, *, measure: Callable[[_Noise, int], float], place: float = 0.0,
+    factor: float = 1.0,
+) -> Found:  # fmt: skip
+    """Find ranks by their leads over the usual values ``[reports, num]``: level, count, size.
+
+    ``measure`` returns the standard deviation of the mean of a window, and ``factor`` is that of a
+    lead. ``place`` is the expected lead of equal ranks. Both are in units of the noise.
+    """
+    found: Found = {}
+    if noise.weight < _LEAST_MEASUREMENTS:
+        return found
+    bias = place * noise.sigma
+    multiple = _compute_multiple(chance, noise.weight)
+    for (size, count), excess in zip(windows, means, strict=True):
+        limit = max(least, bias + multiple * factor * noise.sigma / math.sqrt(size))
+        if not (excess >= limit).any():
+            continue
+        sigma = factor * max(measure(noise, size), _measure_spread(excess))
+        index = (excess >= max(limit, bias + multiple * sigma)).nonzero().flatten()
+        needed = bias + noise.find_quantile(size, count, chance)
+        is_above = leads[-size:, index] > (excess[index] / 2).clamp(min=needed)
+        index = index[is_above.sum(dim=0) >= count]
+        z = ((excess[index].double() - bias) / sigma).tolist()
+        for each, distance in zip(index.tolist(), z, strict=True):
+            found[each] = max(distance, found.get(each, 0.0))
+    return found
+
+
 def _compute_median_of_five(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the medians, NaN if a value is. Much cheaper than sorting."""
     a, b, c, d, e = values
@@ -405,7 +411,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def _push(kept: torch.Tensor, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Append the known values ``[num]`` to the last values of each rank, ``[num_kept, num]``."""
+    """Append the known values ``[rows, num]`` to the last values, ``[num_kept, rows, num]``."""
     pushed = torch.cat([kept[1:], values.unsqueeze(0)])
     return pushed if known.all() else torch.where(known, pushed, kept)
 
