@@ -59,7 +59,6 @@ from typing import TypeAlias
 import torch
 
 _WINDOWS = ((3, 3), (5, 4), (10, 8), (20, 16))  # reports, and how many of them have to be slow
-_SIZES = torch.tensor([size for size, _ in _WINDOWS])
 _NUM_RECENT = 20
 _PAST_WINDOWS = _WINDOWS[:2]
 _NUM_EARLIER = 15
@@ -252,8 +251,7 @@ class _SlowRanks:
         least: list[float],
     ) -> Iterator[tuple[int, Callable[..., Found]]]:  # fmt: skip
         """Yield each row in which a rank's mean lead is large enough to matter, with its test."""
-        sizes = _SIZES[: len(windows)]
-        means = leads.flip(0).cumsum(0).index_select(0, sizes - 1) / sizes[:, None, None]
+        means = torch.stack([leads[-size:].mean(dim=0) for size, _ in windows])
         means.masked_fill_(self._age > _NUM_RECENT, torch.nan)
         matters = (means >= means.new_tensor(least)[:, None]).any(dim=2).any(dim=0).tolist()
         for row in ready:
