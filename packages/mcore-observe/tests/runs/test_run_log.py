@@ -288,3 +288,13 @@ def test_a_file_of_ones_own_is_not_needed(tmp_path):
     with GlobalState(extra_sinks=[sink]) as state:
         state.log_step({"loss": 1.0})
     assert len(lines_of(tmp_path)) == 1
+
+
+def test_the_users_settings_and_the_batch_of_all_ranks_are_in_the_config_file(tmp_path):
+    settings = {"depth": 3, "optimizer": {"lr": 1e-4}, "api_key": "sk-abcdefgh12345"}
+    with RunLog(tmp_path, batch_size=8, log_every=1, config=settings) as log:
+        log.log_step({"loss": torch.tensor(1.0)})
+    written = json.loads((tmp_path / "config.json").read_text())
+    expected = {"depth": "3", "optimizer.lr": "0.0001", "api_key": "***"}
+    assert {name: written[f"model.{name}"] for name in expected} == expected
+    assert written["train.global_batch_size"] == "8"

@@ -32,7 +32,7 @@ from mcore.observe.sinks.trackers import (
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
 from mcore.observe.training_log.measures import DATA_TIMER
-from mcore.observe.training_log.step import StepInput
+from mcore.observe.training_log.step import StepInput, samples_per_step
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -469,6 +469,8 @@ class RunLog(GlobalState):
         tensorboard: Write event files into the folder ``tensorboard`` of the run.
         mlflow: Address of an MLflow server, or a database such as ``sqlite:///mlflow.db``.
         wandb: A Weights & Biases project.
+        config: Your settings (a dict, a dataclass or a namespace), which trackers and the run's
+            page show.
         sinks: Additional sinks.
         settings: Further settings of :class:`mcore.observe.LoggerConfig`.
 
@@ -496,6 +498,7 @@ class RunLog(GlobalState):
         tensorboard: bool = False,
         mlflow: str | None = None,
         wandb: str | None = None,
+        config: Any = None,
         sinks: Sequence[MetricSink] = (),
         **settings: Any,
     ) -> None:
@@ -504,28 +507,24 @@ class RunLog(GlobalState):
                 raise ValueError(f"RunLog got {argument}={count}: give a number of at least 1")
         folder = Path(run_dir)
         name = folder.absolute().name
-        chosen: dict[str, Any] = {
-            "run_dir": str(folder),
-            "log_interval": log_every,
-            "tensorboard_log_interval": log_every,
-        }
+        chosen: dict[str, Any] = {"run_dir": str(folder), "log_interval": log_every}
+        chosen["tensorboard_log_interval"] = log_every
         if tensorboard:
             chosen["tensorboard_dir"] = str(folder / "tensorboard")
         if mlflow is not None:
-            experiment = folder.absolute().parent.name or "runs"
-            chosen |= {"mlflow_experiment": experiment, "mlflow_run_name": name}
-            chosen["mlflow_tracking_uri"] = mlflow
+            chosen |= {"mlflow_run_name": name, "mlflow_tracking_uri": mlflow}
+            chosen["mlflow_experiment"] = folder.absolute().parent.name or "runs"
         if wandb is not None:
             chosen |= {"wandb_project": wandb, "wandb_exp_name": name}
             chosen["wandb_save_dir"] = str(folder)
         logger = LoggerConfig(**chosen | settings)
         logger.finalize()
-        config = ConfigContainer(
-            logger=logger,
-            train=TrainingConfig(micro_batch_size=batch_size, train_iters=train_iters),
-            dataset=DatasetConfig(seq_length=seq_length),
+        train = TrainingConfig(micro_batch_size=batch_size, train_iters=train_iters)
+        container = ConfigContainer(
+            logger=logger, train=train, model=config, dataset=DatasetConfig(seq_length=seq_length)
         )
-        super().__init__(config, extra_sinks=sinks)
+        train.global_batch_size = samples_per_step(container, 1)
+        super().__init__(container, extra_sinks=sinks)
         self._writes_config = True
 
     @contextmanager
