@@ -252,8 +252,10 @@ def test_runs_are_compared_by_a_pattern(tmp_path, capsys):
 
 
 FOLLOW = """
-import sys
+import signal, sys
 from mcore.observe.__main__ import main
+# A shell lets the commands that it starts in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(main(["show", sys.argv[1], "--follow"]))
 """
 
