@@ -511,6 +511,13 @@ def test_defaults_for_any_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_min("some_lib", "2.9.0rc1", False) is False
 
 
+def test_a_nightly_is_older_than_the_first_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub("2.9.0.dev20250915+cu128"))
+    assert v.is_torch_min_version("2.9.0a0") is False
+    assert v.is_torch_min_version("2.9.0.dev0") is True
+    assert v.is_torch_min_version("2.9.0", release_only=True) is True
+
+
 def test_an_answer_for_a_release_is_not_that_for_the_version_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
