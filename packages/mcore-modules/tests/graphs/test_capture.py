@@ -105,8 +105,15 @@ def test_each_graph_has_inputs_of_its_own():
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, 5), ({"num_warmup_iters": 0}, 0)])
-def test_warm_ups_come_from_the_argument_or_the_config(given, expected):
+@pytest.mark.parametrize(
+    ("given", "fields", "expected"),
+    [
+        ({}, {"cuda_graph_warmup_steps": 5}, 5),
+        ({"num_warmup_iters": 0}, {"cuda_graph_warmup_steps": 5}, 0),
+        ({}, {}, 3),
+    ],
+)
+def test_warm_ups_come_from_the_argument_or_the_config(given, fields, expected):
     seen = []
 
     class Keeps(EagerGraphRunner):
@@ -114,7 +121,7 @@ def test_warm_ups_come_from_the_argument_or_the_config(given, expected):
             seen.append((num_warmup_iters, allow_unused_input, is_graph_capturing()))
             return super().capture(specs)
 
-    config = SimpleNamespace(**vars(CONFIG), cuda_graph_warmup_steps=5)
+    config = SimpleNamespace(**vars(CONFIG), **fields)
     capture([Layer(config)], runner=Keeps(), **given)
     assert seen == [(expected, True, True)]
 
