@@ -54,6 +54,16 @@ def test_dtypes_come_from_the_config_or_the_arguments():
     assert state.ssm_states_dtype is torch.bfloat16
 
 
+def test_a_config_shares_nothing_with_the_model_and_its_shapes_are_tuples():
+    layers = ["M", "*"]
+    model = hybrid(layers, shapes=([8, 4], [2, 16, 8]))
+    state = get_mamba_inference_state_config_from_model(model)
+    layers.append("-")
+    assert state.layer_type_list == ["M", "*"]
+    assert (state.conv_states_shape, state.ssm_states_shape) == SHAPES
+    assert (state.mamba_conv_states_shape, state.mamba_ssm_states_shape) == SHAPES
+
+
 def test_lists_of_models_are_refused():
     with pytest.raises(ModelListError):
         get_mamba_inference_state_config_from_model([hybrid("M")])

@@ -228,6 +228,19 @@ def test_neighbours_with_one_key_are_refused():
         root.sharded_state_dict("p.")
 
 
+def test_a_tensor_with_the_key_of_a_child_whose_name_is_left_out_is_refused():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self._orig_mod = torch.nn.Linear(1, 1)  # as if torch.compile had put it there
+
+    root = MegatronModule(None)
+    root.stack = torch.nn.Sequential(Odd())
+    with pytest.raises(ValueError, match=r"'stack\.0\.weight'"):
+        root.sharded_state_dict()
+
+
 def test_two_entries_with_one_key_are_refused():
     class Greedy(MegatronModule):
         def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

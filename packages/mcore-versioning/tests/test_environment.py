@@ -172,6 +172,7 @@ def test_a_source_with_null_bytes_has_no_version(site: Path) -> None:
 
 
 def test_a_pre_release_meets_a_requirement_that_excludes_its_release(install: Install) -> None:
+    # The oldest supported packaging leaves pre-releases out unless it is asked for them.
     install("some-base", "2.9.0a1")
     install("some-lib", "1.2", module="some_lib", metadata="Requires-Dist: some-base!=2.9.0")
     assert package_state("some_lib", "some-lib").version == "1.2"
@@ -233,7 +234,6 @@ def test_one_fitting_tag_is_enough(install: Install) -> None:
         ("other-lib>=2.11", None, "version 1.2 needs other-lib>=2.11, which is not installed"),
         ("other-lib", None, "version 1.2 needs other-lib, which is not installed"),
         ("other-lib>=2.11", "2.11.0a0+nv25", None),
-        ("other-lib!=2.11", "2.11.0rc1", None),
         ("other-lib>=2.11; python_version < '3.0'", None, None),
         ("other-lib>=2.11; extra == 'more'", None, None),
         ("other-lib>=2.11; python_version > '3.0'", "1", "2.11, but 1 is installed"),
@@ -382,7 +382,8 @@ def test_help_and_typing_errors_collect_nothing(argument: str, status: int) -> N
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert finished.returncode == status, finished.stderr
-    assert "--json" in finished.stdout + finished.stderr
+    shown = finished.stdout + finished.stderr
+    assert shown.startswith("usage: python -m mcore.versioning [-h] [--json]\n")
 
 
 def test_module_runs_as_a_program(

@@ -478,6 +478,46 @@ def test_release_only_on_a_vendor_build(monkeypatch: pytest.MonkeyPatch) -> None
     assert v.is_package_min_version("torch", "2.9.0", release_only=True) is True
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch", "torch"),
+        ("transformer_engine", "te"),
+        ("flash_attn", "fa"),
+        ("mamba_ssm", "mamba"),
+        ("causal_conv1d", "causal_conv1d"),
+        ("flashinfer", "flashinfer"),
+        ("emerging_optimizers", "emerging_optimizers"),
+    ],
+)
+def test_a_pre_release_is_older_than_its_release_unless_asked(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_min = getattr(v, f"is_{name}_min_version")
+    monkeypatch.setitem(sys.modules, module, _stub("2.9.0rc1"))
+    assert [is_min("2.9.0"), is_min("2.9.0", release_only=True)] == [False, True]
+    assert [is_min("2.9.0", True), is_min("2.9.0", False, release_only=True)] == [False, False]
+    # The defaults that help() and editors show are those of the calls above.
+    shown = inspect.signature(is_min).parameters
+    assert (shown["release_only"].default, shown["check_equality"].default) == (False, True)
+
+
+def test_defaults_for_any_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "some_lib", _stub("2.9.0rc1"))
+    is_min = v.is_package_min_version
+    assert is_min("some_lib", "2.9.0") is False
+    assert is_min("some_lib", "2.9.0", release_only=True) is True
+    assert is_min("some_lib", "2.9.0rc1") is True
+    assert is_min("some_lib", "2.9.0rc1", False) is False
+
+
+def test_a_nightly_is_older_than_the_first_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub("2.9.0.dev20250915+cu128"))
+    assert v.is_torch_min_version("2.9.0a0") is False
+    assert v.is_torch_min_version("2.9.0.dev0") is True
+    assert v.is_torch_min_version("2.9.0", release_only=True) is True
+
+
 def test_an_answer_for_a_release_is_not_that_for_the_version_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -334,7 +334,8 @@ def test_callables_without_a_name() -> None:
         result, caught = _caught(lambda decorated=decorated: decorated(3))
         assert result == target(3)
         assert len(caught) == 1
-        assert decorated.__name__ in ("pow", "Adder")
+        expected = "pow" if isinstance(target, functools.partial) else "Adder"
+        assert (decorated.__name__, decorated.__qualname__) == (expected, expected)
 
 
 def test_builtin_function_can_be_deprecated() -> None:
@@ -437,6 +438,8 @@ def test_bare_use_is_refused() -> None:
 def test_other_bad_input_is_refused() -> None:
     with pytest.raises(TypeError, match="removal_version"):
         deprecated("1.0.0", 2)
+    with pytest.raises(TypeError, match="version of @deprecated is None"):
+        deprecated(None)
     with pytest.raises(TypeError, match="subclass of Warning"):
         deprecated("1.0.0", category=ValueError)
     with pytest.raises(TypeError, match="subclass of Warning"):
@@ -539,3 +542,9 @@ def test_descriptor_around_a_descriptor() -> None:
     assert type(chained) is classmethod
     assert type(chained.__func__) is staticmethod
     assert get_deprecation(chained.__func__) is not None
+    for mark, is_marked in (
+        (internal_api, is_internal_api),
+        (experimental_api, is_experimental_api),
+    ):
+        marked = mark(classmethod(staticmethod(lambda *args: len(args))))
+        assert is_marked(marked)

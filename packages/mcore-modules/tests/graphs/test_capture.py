@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import Float16Module, GraphableMegatronModule, GraphStateError
+from mcore.modules import (
+    Float16Module,
+    GraphableMegatronModule,
+    GraphStateError,
+    register_model_wrapper,
+)
 from mcore.modules.graphs import (
     EagerGraphRunner,
     capture_graphs,
@@ -93,15 +98,22 @@ def test_each_graph_has_inputs_of_its_own():
     tensors = [tensor for spec in specs for tensor in (*spec.args, *spec.kwargs.values())]
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors) == 8
     assert [spec.args[0].shape for spec in specs] == [(3, 1, 4)] * 4
-    assert all(spec.args[0].requires_grad for spec in specs)
+    assert all(spec.args[0].requires_grad and spec.args[0].is_leaf for spec in specs)
     assert not specs[0].kwargs["mask"].requires_grad
     assert set(sample) == {"hidden_states", "mask"}
     out = layers[0](torch.ones(3, 1, 4, requires_grad=True), mask=torch.zeros(4))
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, 5), ({"num_warmup_iters": 0}, 0)])
-def test_warm_ups_come_from_the_argument_or_the_config(given, expected):
+@pytest.mark.parametrize(
+    ("given", "fields", "expected"),
+    [
+        ({}, {"cuda_graph_warmup_steps": 5}, 5),
+        ({"num_warmup_iters": 0}, {"cuda_graph_warmup_steps": 5}, 0),
+        ({}, {}, 3),
+    ],
+)
+def test_warm_ups_come_from_the_argument_or_the_config(given, fields, expected):
     seen = []
 
     class Keeps(EagerGraphRunner):
@@ -109,7 +121,7 @@ def test_warm_ups_come_from_the_argument_or_the_config(given, expected):
             seen.append((num_warmup_iters, allow_unused_input, is_graph_capturing()))
             return super().capture(specs)
 
-    config = SimpleNamespace(**vars(CONFIG), cuda_graph_warmup_steps=5)
+    config = SimpleNamespace(**vars(CONFIG), **fields)
     capture([Layer(config)], runner=Keeps(), **given)
     assert seen == [(expected, True, True)]
 
@@ -121,6 +133,52 @@ def test_the_runner_comes_from_the_layer_or_the_device(runner):
     assert runner.events == [("capture", 0, 0)]
     capture([Layer()])
     capture([])
+
+
+def test_a_given_runner_comes_before_that_of_the_layer(runner):
+    layer, of_layer = Layer(), RunningRunner()
+    object.__setattr__(layer, "graph_runner", of_layer)
+    of_layer.capture = lambda *args, **options: pytest.fail("the layer's runner was used")
+    capture([layer], runner=runner)
+    assert runner.events == [("capture", 0, 0)]
+
+
+class WithoutMask(Layer):
+    """Its samples are of another length, and it leaves the mask out."""
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        assert (seq_length, micro_batch_size) == (2, 1)
+        return {"hidden_states": torch.ones(5, 1, 4), "mask": None}
+
+
+def test_a_static_input_that_is_none_is_no_input_of_the_graph():
+    specs = []
+
+    class Keeps(EagerGraphRunner):
+        def capture(self, given, **options):
+            specs.extend(given)
+            return super().capture(given)
+
+    capture([WithoutMask()], runner=Keeps())
+    assert [(spec.args[0].shape, spec.kwargs) for spec in specs] == [((5, 1, 4), {})]
+
+
+def test_the_buffers_of_all_layers_are_left_alone():
+    layers = [Layer(), Counts()]
+    capture(layers, runner=RunningRunner())
+    assert layers[1].calls.item() == 0
+
+
+class Counts(Layer):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden_states):
+        self.calls += 1
+        return self.linear(hidden_states)
 
 
 class Noisy(Layer):
@@ -247,7 +305,17 @@ def test_bad_arguments_are_refused(options, text, runner):
         capture([Layer()], runner=runner, **options)
 
 
-def test_graphs_that_no_config_replays_are_warned_about(caplog, runner):
+@pytest.mark.parametrize("impl", ["none", "local", "transformer_engine"])
+def test_graphs_that_no_config_replays_are_warned_about(impl, caplog, runner):
+    caplog.set_level(logging.WARNING, logger="mcore.modules")
+    layer = Layer()
+    layer.config = SimpleNamespace(hidden_size=4, cuda_graph_impl=impl)
+    capture([layer], runner=runner)
+    warned = f"graphs are captured, but cuda_graph_impl is {impl!r}" in caplog.text
+    assert warned is (impl != "transformer_engine")
+
+
+def test_graphs_of_a_config_without_the_field_are_warned_about(caplog, runner):
     caplog.set_level(logging.WARNING, logger="mcore.modules")
     capture([Layer(SimpleNamespace(hidden_size=4))], runner=runner)
     assert "cuda_graph_impl is 'none'" in caplog.text
@@ -289,8 +357,24 @@ def test_microbatch_reaches_every_tower_and_wrapped_chunks():
     assert [layer.current_microbatch for layer in layers] == [3] * 4
     set_current_microbatch(chunks[0], 0)
     assert [layer.current_microbatch for layer in layers] == [0, 0, 0, 3]
+    set_current_microbatch(tuple(chunks), 2)
+    assert [layer.current_microbatch for layer in layers] == [2] * 4
     with pytest.raises(ValueError, match="microbatch is -1"):
         set_current_microbatch(chunks, -1)
+
+
+class Holder:
+    """A wrapper that is no module."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def test_microbatch_reaches_a_model_in_a_registered_wrapper():
+    register_model_wrapper(Holder, "held")
+    layer = Layer()
+    set_current_microbatch(Holder(layer), 3)
+    assert layer.current_microbatch == 3
 
 
 def test_numbers_of_graphs():

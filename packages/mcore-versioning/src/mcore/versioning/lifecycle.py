@@ -238,4 +238,4 @@ def _attach(obj: Any, attributes: Mapping[str, Any]) -> None:
 def _own_attributes(obj: object) -> Iterator[Mapping[str, Any]]:
     """Yield the attributes of the object or, for a method or descriptor, the functions inside."""
     for part in inner_callables(obj):
-        yield getattr(getattr(part, "__func__", part), "__dict__", {})
+        yield getattr(part, "__dict__", {})
