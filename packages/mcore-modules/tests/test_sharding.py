@@ -218,6 +218,21 @@ def test_children_with_a_method_of_their_own_are_asked():
     assert list(root.sharded_state_dict("p.")) == [f"p.{key}" for key in keys]
 
 
+def test_the_model_in_a_wrapper_of_megatron_describes_itself():
+    class Model(torch.nn.Linear):
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            return {f"{prefix}own": metadata["step"]}
+
+    fields = {"__module__": "megatron.core.distributed"}
+    wrapper = type("DistributedDataParallel", (torch.nn.Module,), fields)()
+    wrapper.module = Model(2, 2)
+    assert sharded_state_dict_of(wrapper, "m.", metadata={"step": 3}) == {"m.own": 3}
+    # As before, a method may be written with the function: it does not call itself.
+    assert sorted(sharded_state_dict_of(wrapper.module, "m.")) == ["m.bias", "m.weight"]
+    wrapper.module = torch.nn.Linear(2, 2)
+    assert sorted(sharded_state_dict_of(wrapper, "m.")) == ["m.bias", "m.weight"]
+
+
 def test_neighbours_with_one_key_are_refused():
     root = MegatronModule(None)
     root.child = torch.nn.Linear(1, 1)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from .differences import CHECKPOINT_NAMES
 from .files import Result, look_at, python_files, read, written
-from .table import read_table
+from .table import Home, read_table
 
 # With at least this many files, several processes read them.
 _MANY = 32
@@ -76,7 +76,6 @@ class _Found:
 
     Attributes:
         results: The files with something to rewrite or to note.
-        names: Names that files import, or write in strings, and that move.
         stays: Names that files import from the old modules, and that no package has.
         held: Names that stay with Megatron because of the import in ``saver``.
         saver: The first file that imports Megatron's checkpoints or its data parallelism.
@@ -84,7 +83,6 @@ class _Found:
     """
 
     results: list[Result] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)
     stays: set[str] = field(default_factory=set)
     held: list[str] = field(default_factory=list)
     saver: Path | None = None
@@ -96,10 +94,14 @@ class _Found:
         return sum(result.differs for result in self.results)
 
     @property
+    def moved(self) -> set[Home]:
+        """The new places of the names that move."""
+        return set().union(*(result.after.moved for result in self.results if result.after))
+
+    @property
     def packages(self) -> list[str]:
         """The packages that the files need."""
-        made = [result.after.packages for result in self.results if result.after]
-        return sorted(set().union(*made))
+        return sorted({home.package for home in self.moved})
 
 
 def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
@@ -111,9 +113,7 @@ def _read_files(files: Sequence[Path], found: _Found) -> list[Result]:
         savers = (file for file, look in zip(files, looks, strict=True) if look.saves)
         found.saver = None if any(look.converts for look in looks) else next(savers, None)
         table = table.hold(CHECKPOINT_NAMES if found.saver else ())
-        found.names.update(*(look.names for look in looks))
-        found.held = sorted(found.names & table.held)
-        found.names -= table.held
+        found.held = sorted(table.held & set().union(*(look.names for look in looks)))
         found.stays.update(*(look.stays for look in looks))
         found.relative = sum(look.relative for look in looks)
         chosen = [file for file, look in zip(files, looks, strict=True) if look.has_work(table)]
@@ -153,7 +153,6 @@ def _hold_interrupts() -> Iterator[None]:
 
 def _print(found: _Found, options: argparse.Namespace) -> None:
     """Print the results. A diff is alone on the standard output, for ``patch``."""
-    is_dry = options.check or options.diff
     if options.diff:
         sys.stdout.flush()
         for result in found.results:
@@ -162,7 +161,7 @@ def _print(found: _Found, options: argparse.Namespace) -> None:
     if options.json:
         print(_format_json(found))
     else:
-        print("\n".join(_describe(found, is_dry)), file=sys.stderr if options.diff else sys.stdout)
+        print("\n".join(_describe(found, options)), file=sys.stderr if options.diff else sys.stdout)
 
 
 def _make_diff(result: Result) -> Iterator[bytes]:
@@ -179,17 +178,17 @@ def _split_lines(text: bytes) -> list[bytes]:
     return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
-def _describe(found: _Found, is_dry: bool) -> Iterator[str]:
+def _describe(found: _Found, options: argparse.Namespace) -> Iterator[str]:
     for result in found.results:
         if result.error:
             yield f"{result.path}: {result.error}"
         for note in result.notes:
             left = "left as it is: " if note.is_left else ""
             yield f"{result.path}:{note.line}: {note.name}: {left}{note.text}"
-    done = "to rewrite" if is_dry else "rewritten"
+    done = "to rewrite" if options.check or options.diff else "rewritten"
     yield f"{found.count} {'file' if found.count == 1 else 'files'} {done}"
-    if found.names:
-        yield f"moves: {', '.join(sorted(found.names))}"
+    if found.moved:
+        yield f"moves: {', '.join(sorted({home.name for home in found.moved}))}"
     if found.held:
         yield (
             f"left with Megatron, whose checkpoints or data parallelism {found.saver} imports: "

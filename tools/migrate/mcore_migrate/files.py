@@ -108,9 +108,8 @@ def _describe_notebook(file: Path, source: bytes, table: Table) -> Result | None
         for module in sorted(table.modules):
             if module in text:
                 advice = "notebooks are not rewritten: change its cells yourself"
-                return Result(
-                    file, source, Rewritten(source, notes=[Note(line, module, advice, True)])
-                )
+                note = Note(line, module, advice, is_left=True)
+                return Result(file, source, Rewritten(source, notes=[note]))
     return None
 
 

@@ -54,9 +54,11 @@ class Findings(cst.CSTVisitor):
         super().__init__()
         self.table = table
         self.package = package
-        self.packages: set[str] = set()
+        self.moved: set[Home] = set()
         self.notes: list[Note] = []
         self.stays: set[str] = set()
+        # From-imports that stay because of their comments.
+        self._left: set[Import] = set()
         # Names of a from-import that move, uses through a module, strings, imports to add or drop.
         self.moves: dict[cst.ImportFrom, dict[str, str]] = {}
         self.uses: dict[cst.Attribute, Home] = {}
@@ -157,13 +159,14 @@ class Findings(cst.CSTVisitor):
                 self._leave(node, f"{module}.*", "name the imports, then run this once more")
             return
         names = [str(one.evaluated_name) for one in node.names]
-        homes = {name: self.table.find(f"{module}.{name}") for name in names}
-        moved = {name: home.module for name, home in homes.items() if home is not None}
+        homes = {name: home for name in names if (home := self.table.find(f"{module}.{name}"))}
+        moved = {name: home.module for name, home in homes.items()}
         if moved and has_comments(node) and len({*map(moved.get, names)}) > 1:
+            self._left.add(node)
             self._leave(node, ", ".join(moved), "comments are among the names: move them yourself")
         elif moved:
             self.moves[node] = moved
-            self.packages |= {home.package for home in homes.values() if home is not None}
+            self.moved.update(homes.values())
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         if _find_root(node) not in self._providers:
@@ -220,7 +223,7 @@ class Findings(cst.CSTVisitor):
             root = _find_root(node)
             if is_sure and root.value not in self._bound:
                 self.uses[node] = home
-                self.packages.add(home.package)
+                self.moved.add(home)
                 self._roots.add(root)
                 for statement in self._providers[root]:
                     self.added.setdefault(statement, set()).add(home.module)
@@ -257,7 +260,7 @@ class Findings(cst.CSTVisitor):
 
     def _note_differences(self, node: cst.CSTNode, call: cst.Call, *, is_statement: bool) -> None:
         """Note the differences of a call of a moved name."""
-        if _find_root(call.func) not in self._providers:
+        if self._left.issuperset(self._providers.get(_find_root(call.func), ())):
             return
         for name in self._list_names(call.func):
             home = self.table.find(name.name.removesuffix(".configure"))
@@ -282,14 +285,14 @@ class Findings(cst.CSTVisitor):
         text = _read_text(value)
         if value is None or text is None:
             return
-        moved = self.table.moved(text)
+        home, moved = self.table.moved(text)
         if text in self.table.modules:
             self._leave(value, text, "name each part of it separately")
-        elif moved is not None and is_whole and isinstance(value, cst.SimpleString):
+        elif home is not None and is_whole and isinstance(value, cst.SimpleString):
             self.texts[value] = moved
-            self.packages.add("-".join(moved.split(".")[:2]))
+            self.moved.add(home)
             self._note_replaced(value, moved)
-        elif moved is not None:
+        elif home is not None:
             self._leave(value, text, f"write {moved}")
 
     def _visit_member(self, arguments: Sequence[cst.Arg]) -> None:

@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper
 
 from .findings import Findings, Note
 from .imports import Import, alias_import, split, without
-from .table import Table
+from .table import Home, Table
 
 _BLANKS = b" \t\f\r\n"
 # Comments that apply to every statement made of an import.
@@ -29,14 +29,14 @@ class Rewritten:
 
     Attributes:
         source: Its bytes.
-        packages: The packages that it now needs.
+        moved: The new places of its names.
         notes: Places to check, by line.
         stays: Names that it still imports from the old modules, since no package has them.
         shifts: Line numbers before the rewriting, and the number of lines added after each.
     """
 
     source: bytes
-    packages: set[str] = field(default_factory=set)
+    moved: set[Home] = field(default_factory=set)
     notes: list[Note] = field(default_factory=list)
     stays: set[str] = field(default_factory=set)
     shifts: list[tuple[int, int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ def rewrite(source: bytes, table: Table, package: str = "") -> Rewritten:
     rewriter = _Rewriter(found)
     if found.changes:
         source = _end_like(source, wrapper.module.visit(rewriter).bytes)
-    return Rewritten(source, found.packages, notes, found.stays, rewriter.shifts)
+    return Rewritten(source, found.moved, notes, found.stays, rewriter.shifts)
 
 
 def _end_like(source: bytes, text: bytes) -> bytes:

@@ -113,11 +113,11 @@ class Table:
         starts = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return next((start for start in starts if start in self.homes), "")
 
-    def moved(self, path: str) -> str | None:
-        """The new form of a path to a name or to an attribute of it, or None if it stays."""
+    def moved(self, path: str) -> tuple[Home | None, str]:
+        """The home of a path to a name or to an attribute of it, and the path's new form."""
         start = self.find_start(path)
         home = self.find(start)
-        return f"{home.module}.{home.name}{path[len(start) :]}" if home else None
+        return home, f"{home.module}.{home.name}{path[len(start) :]}" if home else path
 
 
 def _join(words: Iterable[str]) -> str:

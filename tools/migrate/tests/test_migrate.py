@@ -44,6 +44,7 @@ def test_a_rewritten_source_is_what_a_person_would_write(case: str) -> None:
     after = CASES[case].get("becomes", before)
     done, look = rewrite(before.encode(), TABLE), scan(before.encode(), TABLE, "")
     assert done.source.decode() == after
+    assert bool(done.moved) == (after != before)
     notes = [f"{n.line}: {n.name}: {'left: ' * n.is_left}{n.text}" for n in done.notes]
     assert notes == CASES[case].get("notes", "").splitlines()
     assert sorted(done.stays | look.stays) == CASES[case].get("stays", "").splitlines()
@@ -83,7 +84,7 @@ def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
         source = f"from {path.rpartition('.')[0]} import {home.name}\n"
         done = rewrite(source.encode(), TABLE)
         assert done.source.decode() == f"from {home.module} import {home.name}\n"
-        assert done.packages == {home.package}
+        assert done.moved == {home}
         assert hasattr(importlib.import_module(home.module), home.name)
 
 
@@ -259,7 +260,7 @@ def test_relative_imports_are_followed_in_a_copy_of_megatron(
     assert front == "from mcore.modules import MegatronModule\n"
     assert "a.py:6: get_pg_size: no group is given" in printed
     assert "2 relative imports left" in printed
-    assert "moves: MegatronModule, divide" in printed
+    assert "moves: MegatronModule, divide, get_pg_size" in printed
 
 
 @pytest.mark.parametrize(

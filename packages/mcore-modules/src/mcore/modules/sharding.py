@@ -44,7 +44,8 @@ def sharded_state_dict_of(
     communication.
 
     Args:
-        module: Any module. Its ``sharded_state_dict`` is not called.
+        module: Any module. Its ``sharded_state_dict`` is not called. That of the module in a
+            wrapper of Megatron-LM is.
         prefix: Put before each key, with its trailing dot.
         sharded_offsets: ``(axis, index, count)`` for each leading axis to put before the axes of
             the tensors. The axes are 0, 1, ...
@@ -66,12 +67,17 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _check_offsets(sharded_offsets)
-    module = look_inside_megatron(module)
+    inner = look_inside_megatron(module)
     # Without parameters(), which builds all names: a fifth of the time of the whole call.
     ensure_params_ready(
-        param for each in iter_modules(module) for param in each._parameters.values()
+        param for each in iter_modules(inner) for param in each._parameters.values()
     )
-    return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
+    walk = _Walk(prefix, offsets, _resolve_groups_into(inner, metadata, tp_group))
+    if inner is module:
+        walk.visit(module, "")
+    else:
+        walk.add(inner, "")
+    return walk.entries()
 
 
 def _resolve_groups_into(
@@ -142,14 +148,6 @@ def describes_by_walk(method: _Method) -> _Method:
     return method
 
 
-def _entries(
-    module: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
-) -> Entries:
-    walk = _Walk(prefix, offsets, metadata)
-    walk.visit(module, "")
-    return walk.entries()
-
-
 class _Walk:
     """A walk over modules. Tensors of plain modules wait, to describe many in one call."""
 
@@ -167,7 +165,7 @@ class _Walk:
         # named_children() would drop the second name of a shared child.
         for name, child in module._modules.items():
             if child is not None:
-                self._add(child, path + strip_wrapper_names(f"{name}."))
+                self.add(child, path + strip_wrapper_names(f"{name}."))
 
     def entries(self) -> Entries:
         """Describe the waiting tensors, and return all entries."""
@@ -183,7 +181,8 @@ class _Walk:
             self._waiting = {}
         return self._entries
 
-    def _add(self, child: torch.nn.Module, path: str) -> None:
+    def add(self, child: torch.nn.Module, path: str) -> None:
+        """Add the state of a child, by its own method if it has one."""
         child = look_inside_megatron(child)
         if _is_self_describing(child):
             if self._is_walked(child):
