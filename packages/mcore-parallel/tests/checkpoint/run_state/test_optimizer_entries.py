@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -151,22 +150,6 @@ def test_states_keep_their_dtype_beside_entries(tmp_path: Path) -> None:
         assert torch.equal(
             optimizer.state[one]["momentum_buffer"], fresh.state[two]["momentum_buffer"]
         )
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan needs Python 3.11")
-def test_torchtitan_optimizers_continue_bit_for_bit(tmp_path: Path) -> None:
-    titan = pytest.importorskip("torchtitan.components.optimizer.optimizer")
-    config = titan.default_adamw(lr=1e-2)
-    config.implementation = "foreach"
-    assert resumes(
-        lambda model: titan.OptimizersContainer(config, model_parts=[model]), tmp_path / "a"
-    )
-    model = net()
-    optimizer = titan.OptimizersContainer(config, model_parts=[model])
-    before = [value.clone() for value in model.parameters()]
-    save_training_state(tmp_path / "b", model, optimizer, step=0)  # makes no step
-    assert not optimizer.optimizers[0].state
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
