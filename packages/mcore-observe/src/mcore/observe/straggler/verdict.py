@@ -277,7 +277,7 @@ class _Noise:
         # One in five is the median itself.
         self.weight = int(0.8 * num / self._factor**2)
         self.sigma = max(
-            _LEAST_NOISE, *(measure_deviation(self._steps, share) for share in (0.5, 0.8))
+            _LEAST_NOISE, *(measure_deviation(self._steps, share) for share in _SHARES)
         )
 
     def find_quantile(self, size: int, count: int, chance: float) -> float:
@@ -308,9 +308,7 @@ class _Noise:
         if num <= _NUM_EARLIER:
             return sigma
         change = later[-num:] - earlier[-num - size : -size]
-        return max(
-            sigma, *(self._factor * measure_deviation(change, share) for share in (0.5, 0.8))
-        )
+        return max(sigma, *(self._factor * measure_deviation(change, share) for share in _SHARES))
 
     def _measure_lasting(self) -> float:
         """Return the standard deviation of noise that lasts for several reports, or 0.0.
