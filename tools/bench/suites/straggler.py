@@ -4,6 +4,8 @@
   NVTX needs CUDA too: the backend does nothing on either side.
 - Reports run on gloo ranks of one machine, with one range of each kind. On two CPUs the ratio with
   four ranks varies from 3 to 7. On 16384 simulated ranks all messages arrive at once.
+- A report of ours also judges each rank by its last 20 reports, which the peer does not: a third of
+  a millisecond for up to 64 ranks. The times of all sections are judged at once.
 """
 
 from __future__ import annotations
