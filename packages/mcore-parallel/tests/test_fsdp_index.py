@@ -332,6 +332,11 @@ def test_the_sixth_position_is_not_taken_for_a_flag(fake_world) -> None:
     assert using_tensor_parallel(index) is True
     assert using_tensor_parallel(index, is_expert_parallel=True) is False
     assert using_tensor_parallel(FSDPDistributedIndex(mesh, "dp")) is False
+    alone = init_device_mesh("cpu", (8, 1), mesh_dim_names=("dp", "tp"))
+    assert using_tensor_parallel(FSDPDistributedIndex(alone, "dp", None, "tp")) is False
+    of_experts = FSDPDistributedIndex(alone, "dp", None, "tp", expt_device_mesh=mesh)
+    assert using_tensor_parallel(of_experts, is_expert_parallel=True) is True
+    assert using_tensor_parallel(of_experts) is False
 
 
 @pytest.mark.parametrize(
