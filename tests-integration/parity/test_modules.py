@@ -362,6 +362,33 @@ def test_their_models_become_value_models_with_frozen_routers_through_their_wrap
     assert (saved.key, saved.global_shape) == ("output_layer.weight", (1, 8))
 
 
+def test_entries_of_their_factories_are_put_together_by_theirs(tmp_path: Path) -> None:
+    """A gated layer is one parameter, and two entries in the file."""
+    checkpointing, lists = peer("dist_checkpointing"), peer("dist_checkpointing.dict_utils")
+    mapping = peer("dist_checkpointing.mapping")
+
+    def split(data: torch.Tensor) -> dict[str, Any]:
+        def build(key: str, data: Any, replica_id: Any, _: Any) -> list[Any]:
+            make = checkpointing.ShardedTensor.from_rank_offsets
+            return [make(f"{key}{i}", part) for i, part in enumerate(data.chunk(2))]
+
+        return {
+            "gated": mapping.ShardedTensorFactory("gated", data, build, torch.cat),
+            "plain": checkpointing.ShardedTensor.from_rank_offsets("plain", data[0].clone()),
+        }
+
+    whole = torch.arange(12.0).reshape(4, 3)
+    save_sharded_state_dict(ours.from_megatron_sharded_state_dict(split(whole)), tmp_path / "a")
+    target = split(torch.zeros(4, 3))
+    loaded = load_sharded_state_dict(ours.from_megatron_sharded_state_dict(target), tmp_path / "a")
+    factories, _ = lists.extract_matching_values(
+        target, lambda one: isinstance(one, mapping.ShardedTensorFactory)
+    )
+    merged = mapping.apply_factory_merges(loaded, factories)
+    assert torch.equal(merged["gated"], whole)
+    assert torch.equal(merged["plain"], whole[0])
+
+
 def test_their_tied_embeddings_are_untied() -> None:
     gpt = their_gpt()
     embedding = gpt.embedding.word_embeddings.weight

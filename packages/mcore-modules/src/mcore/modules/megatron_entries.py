@@ -43,8 +43,9 @@ def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
     For ``save_sharded_state_dict`` and ``load_sharded_state_dict`` of :mod:`mcore.parallel` with
     modules and optimizers of Megatron-LM. No communication.
 
-    A factory becomes the entries that it builds. After a load, pass the result and ``state_dict``
-    to Megatron-LM's ``apply_factory_merges``, which puts their tensors together.
+    A factory becomes the entries that it builds. After a load, Megatron-LM puts their tensors
+    together: ``apply_factory_merges(loaded, factories)``, where ``factories`` is the first result
+    of ``extract_matching_values(state_dict, lambda one: isinstance(one, ShardedTensorFactory))``.
 
     Args:
         state_dict: Nested dicts, lists and tuples. Entries of Megatron-LM in them are converted.
