@@ -150,6 +150,15 @@ def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobod
     assert '"last_report_unix": null' in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_a_young_job_is_measuring_and_not_called_healthy(start, capsys):
+    young = start(replace(report_of((10.0, 40.0)), measuring=True))
+    calm = start(report_of((10.0, 10.0)))
+    assert run("watch", "--once", young.address, calm.address) == 0
+    shown = capsys.readouterr().out
+    assert "measuring: too few reports" in shown
+    assert shown.count("no rank is slow") == 1
+
+
 def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     times = [10.0 + at / 100 for at in range(4096)]
     hosts = tuple("node-with-a-name-that-is-long" if at == 7 else "n" for at in range(4096))

@@ -36,7 +36,7 @@ _TOKENS_OF = re.compile("access|api|auth|bearer|bot|hf|refresh|session")
 
 _NAME = re.compile(
     r"""(?<![\w.-])(?P<dashes>--?)?(?P<name>[A-Za-z_][\w.-]*)
-    (?:\\*['"]?\]?\s*(?:=>|:=|[=:])\s*|(?(dashes)(?:\\*['"]\s*,\s*|\s+(?!-))|(?!)))""",
+    (?:\\*['"]?\]?\s*(?:=>|:=|[=:])\s*|(?(dashes)(?:\\*['"]\s*,\s*|\s+(?!-(?!\w[\w-]{7})))|(?!)))""",
     re.VERBOSE,
 )
 _VALUE = re.compile(

@@ -63,6 +63,7 @@ class ReportColumns:
     names: tuple[str, ...]  # of its metrics and sections
     sensors: dict[str, tuple[float, ...]]  # that at least one device has
     slow: tuple[SlowRank, ...]
+    is_measuring: bool  # too few reports for a slow rank
 
     @classmethod
     def read(cls, report: dict[str, Any], metric: str) -> ReportColumns:
@@ -81,6 +82,7 @@ class ReportColumns:
                 ),
                 sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
                 slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
+                is_measuring=report.get("measuring") is True,
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             reason = f"{type(error).__name__}: {plain(str(error), MOST_TEXT)}"

@@ -50,7 +50,8 @@ def verdict(job: JobSnapshot) -> str:
     if job.report is None or job.error is not None:
         return ""
     if not job.slow:
-        return "no rank is slow"
+        is_early = job.report.is_measuring
+        return "measuring: too few reports for a verdict" if is_early else "no rank is slow"
     signs: dict[str, list[str]] = {}
     for one in job.slow:
         signs.setdefault(one.place, []).append(str(one))
