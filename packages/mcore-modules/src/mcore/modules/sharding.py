@@ -182,7 +182,7 @@ class _Walk:
         return self._entries
 
     def add(self, child: torch.nn.Module, path: str) -> None:
-        """Add the state of a child, by its own method if it has one."""
+        """Add the state of a child: its ``sharded_state_dict`` if it has one."""
         child = look_inside_megatron(child)
         if _is_self_describing(child):
             if self._is_walked(child):
