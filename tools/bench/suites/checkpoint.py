@@ -1,4 +1,4 @@
-"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk, replicas and wgrad.
+"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk, and hashes of replicas.
 
 - A save is synced to disk before its rename, and every byte of it has a checksum. A load compares
   the checksums while it copies, or with ``verify="before"`` in a separate pass before it changes a
@@ -8,7 +8,6 @@
 - One rank reads a manifest, each parses it. The limit is 2 s.
 - megatron-core's hash check calls ``.cuda()``, which does nothing here. The gain beyond the CPU
   time is due to hashing on all idle cores.
-- megatron-core's drain needs a CUDA extension, so a plain loop replaces it.
 """
 
 from __future__ import annotations
