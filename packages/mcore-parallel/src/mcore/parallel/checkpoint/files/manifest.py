@@ -11,15 +11,16 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import accumulate, islice
+from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.pieces import DIGITS, checksum_of
 from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.tensor_memory import memory_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -40,8 +41,12 @@ _END = b'], "checksum": "'
 _AFTER = b'"}\n'
 _ROWS = 4096  # per line: json makes objects of a whole line, which bounds the memory
 _MOST_AXES = 1000  # more would make each check of a shape slow
+_MOST_BYTES = 1 << 62  # of a file
 _FEW = 64  # pieces whose objects cost less than a choice among them
 _LAST = chr(0x10FFFF)  # sorts after every file name
+
+
+_Position = TypeVar("_Position", int, torch.Tensor)
 
 
 class Piece(NamedTuple):
@@ -262,8 +267,10 @@ class KeyTable(Mapping[str, StoredKey]):
         if len(checksums) != DIGITS * len(lengths) or not lengths:
             raise ValueError("there are not as many checksums as pieces")
         self._blocks.append((len(self._at), file))
-        steps = [-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths]
-        self._at.extend(accumulate(steps[:-1], initial=at))
+        spans = aligned(torch.frombuffer(array("q", lengths), dtype=torch.int64))
+        if at + spans.double().sum() > _MOST_BYTES:  # the sums of 64-bit integers would be wrong
+            raise ValueError(f"{file} has pieces that are too long")
+        self._at.frombytes(memory_of(spans.cumsum(0) - spans + at))
         self._ends[file] = self._at[-1] + lengths[-1]
         self._key_of = _extend(self._key_of, keys)
         self._lengths = _extend(self._lengths, lengths)
@@ -278,27 +285,20 @@ class KeyTable(Mapping[str, StoredKey]):
         if len(counts) != 1 or len(columns) != 1:
             raise ValueError("the columns have different lengths")
         # Checked once here, so that lookups can index without further checks.
-        columns_of_sizes = (self._axes, self._shapes, self._lengths, self._key_of)
-        lowest = [min(column, default=0) for column in columns_of_sizes]
-        if min(lowest) < 0 or max(self._key_of, default=-1) >= len(self):
+        axes, keys = _view(self._axes), _view(self._key_of)
+        columns_of_sizes = (axes, keys, _view(self._shapes), _view(self._lengths))
+        if any((column < 0).any() for column in columns_of_sizes) or (keys >= len(self)).any():
             raise ValueError("a number is outside its range")
-        if max(self._axes, default=0) > _MOST_AXES:
+        if (axes > _MOST_AXES).any():
             raise ValueError(f"a shape has over {_MOST_AXES} axes")
-        if sum(self._axes) != len(self._shapes):
+        if axes.sum() != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
-        self._shape_at = array("q", accumulate(self._axes, initial=0))
-        numbers = (2 * self._axes[key] for key in self._key_of)
-        self._box_at = array("q", accumulate(numbers, initial=0))
+        self._shape_at = _sum_up(axes)
+        self._box_at = _sum_up(2 * axes[keys])
         if self._box_at[-1] != len(self._boxes):
             raise ValueError("the boxes do not have as many numbers as axes")
-        counts_of = array("i", [0]) * (len(self) + 1)
-        for key in self._key_of:
-            counts_of[key + 1] += 1
-        self._first = array("i", accumulate(counts_of))
-        self._order, places = array("i", [0]) * len(self._key_of), self._first[:]
-        for number, key in enumerate(self._key_of):  # no sort, which needs an object a number
-            self._order[places[key]] = number
-            places[key] += 1
+        self._first = _sum_up(torch.bincount(keys, minlength=len(self)))
+        self._order = memory_of(torch.argsort(keys, stable=True).int()).cast("i")
         if self._ends != self._sizes:
             raise ValueError("the pieces of a file do not end at its size")
 
@@ -322,7 +322,7 @@ class KeyTable(Mapping[str, StoredKey]):
         begin = self._shape_at[key]
         shape = tuple(self._shapes[begin : begin + self._axes[key]])
         dtype = self._kinds[self._dtypes[key]]
-        numbers = self._order[self._first[key] : self._first[key + 1]]
+        numbers: Sequence[int] = self._order[self._first[key] : self._first[key + 1]]
         if boxes is not None and len(numbers) > _FEW:
             numbers = self._choose_inside(numbers, shape, boxes)
         pieces = tuple(self._build_piece(number, len(shape)) for number in numbers)
@@ -339,14 +339,15 @@ class KeyTable(Mapping[str, StoredKey]):
         place = bisect_left(self._names, name)
         return place if self._names[place : place + 1] == [name] else None
 
-    def _choose_inside(self, numbers: array[int], whole: Shape, boxes: Sequence[Box]) -> array[int]:
+    def _choose_inside(
+        self, numbers: Sequence[int], whole: Shape, boxes: Sequence[Box]
+    ) -> Sequence[int]:
         """Return the numbers of the pieces in boxes, or all if one does not fit its tensor."""
         axes, wide = len(whole), torch.int64
         if not axes or {len(start) for start, _ in boxes} != {axes}:
             return numbers
         order = torch.frombuffer(numbers, dtype=torch.int32)
-        stored = torch.int32 if self._boxes.typecode == "i" else wide
-        column = torch.frombuffer(self._boxes, dtype=stored)
+        column = _view(self._boxes)
         first = torch.frombuffer(self._box_at, dtype=wide)[order.to(wide)]
         rows = column[first[:, None] + torch.arange(2 * axes, device="cpu")].to(wide)
         starts, ends = rows[:, :axes], rows[:, :axes] + rows[:, axes:]
@@ -382,6 +383,21 @@ def key_with_boxes(
     return keys.build_key(name, boxes) if isinstance(keys, KeyTable) else keys[name]
 
 
+def _view(column: array[int]) -> torch.Tensor:
+    """Return a column as a tensor of the same memory."""
+    dtype = torch.int32 if column.typecode == "i" else torch.int64
+    if not column:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(column, dtype=dtype)
+
+
+def _sum_up(counts: torch.Tensor) -> memoryview[int]:
+    """Return the start of each run and the end of the last: plain integers, quick to look up."""
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(counts, 0, out=starts[1:])
+    return memory_of(starts).cast("q")
+
+
 def _extend(column: array[int], values: list[int]) -> array[int]:
     """Return a column with more numbers, wider if they need it."""
     try:
@@ -404,8 +420,8 @@ def _is_consistent(stored: StoredKey) -> bool:
     )
 
 
-def aligned(position: int) -> int:
-    """Return the first place for a piece at or after a position."""
+def aligned(position: _Position) -> _Position:
+    """Return the first place for a piece at or after a position, or those for a tensor of them."""
     return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
