@@ -258,7 +258,8 @@ class SkippingStream:
 
     def skip(self, length: int) -> None:
         """Continue after some bytes."""
-        self._stream.seek(length, os.SEEK_CUR)
+        if length:
+            self._stream.seek(length, os.SEEK_CUR)
 
 
 class CheckedStream(SkippingStream):
@@ -298,9 +299,7 @@ def read_shard(
     stream.skip(begin * row_bytes)
     if len(parts) == 1 and _has_file_layout(shape, parts[0].target, dtype):
         stream.read(memory_of(parts[0].target))
-        # Count a change in place for autograd, which has not seen the read. As bytes: some dtypes
-        # of 4 bits cannot be filled. Flat: an axis of size 1 may have any stride.
-        parts[0].target.view(-1).view(torch.uint8)[:0].zero_()
+        torch.autograd.graph.increment_version(parts[0].target)  # autograd has not seen the read
     elif len(shape) > 1 and row_bytes > len(stream.scratch.memory):
         for row in range(begin, end):
             inside = [

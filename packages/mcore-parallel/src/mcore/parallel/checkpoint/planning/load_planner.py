@@ -281,7 +281,13 @@ class ShardedLoadPlanner(LoadPlanner):
         self._targets[key] = [target.tensor for target in filled]
         boxes = [(torch.Size(target.offset), torch.Size(target.shape)) for target in filled]
         chunks = [dcp.ChunkStorageMetadata(*box) for box in boxes]
-        items = create_read_items_for_chunk_list(key, saved, chunks)
+        if chunks == saved.chunks and len(chunks) == 1:  # torch needs ten times as long for it
+            offset, sizes = boxes[0]
+            index = dcp.MetadataIndex(key, offset, 0)
+            nowhere = torch.Size([0] * len(sizes))
+            items = [ReadItem(LoadItemType.TENSOR, index, nowhere, index, nowhere, sizes)]
+        else:
+            items = create_read_items_for_chunk_list(key, saved, chunks)
         self._check_filling(key, saved, filled, items)
         return items
 
