@@ -67,8 +67,7 @@ def ensure_params_ready(params: Iterable[object]) -> None:
         >>> ensure_params_ready([param, param])
         gathered
     """
-    for callback in dict.fromkeys(
-        [getattr(param, PARAM_READY_CALLBACK_ATTR, None) for param in params]
-    ):
+    callbacks = [getattr(param, PARAM_READY_CALLBACK_ATTR, None) for param in params]
+    for callback in dict.fromkeys(callbacks):
         if callback is not None:
             callback()
