@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore.parallel.groups import AnyGroup, get_pg_rank, get_pg_size
-from mcore.parallel.process_groups.default import group_or_default
+from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
@@ -103,10 +103,10 @@ def get_batch_on_this_cp_rank(
     has_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
     if is_hybrid_cp and has_documents:
         return _split_hybrid(batch, hybrid_cp_group_func, dims)
-    cp_group = group_or_default(cp_group, "cp")
-    size, rank = get_pg_size(cp_group), get_pg_rank(cp_group)
-    if size == 1:
+    member = group_of_several(cp_group, "cp")
+    if member is None:
         return dict(batch)
+    size, rank = member.size(), member.rank()
     if has_documents:
         return _split_packed(batch, size, rank, dims)
     return _split_per_sequence(batch, size, rank, dims)
@@ -375,8 +375,8 @@ def _find_dims_to_split(
     for name in names:
         tensor = batch[name]
         if not isinstance(tensor, Tensor):
-            is_sequence = name in (*PACKED_KEYS, *seq_dims) and seq_dims.get(name, 1) is not None
-            if tensor is not None and is_sequence:
+            is_sequence = tensor is not None and name in (*PACKED_KEYS, *seq_dims)
+            if is_sequence and seq_dims.get(name, 1) is not None:
                 raise TypeError(
                     f"{name} is a {type(tensor).__name__}, which every rank would get whole: pass "
                     f"a tensor, or let it pass with seq_dims={{{name!r}: None}}"

@@ -67,6 +67,7 @@ def ensure_params_ready(params: Iterable[object]) -> None:
         >>> ensure_params_ready([param, param])
         gathered
     """
-    callbacks = (getattr(param, PARAM_READY_CALLBACK_ATTR, None) for param in params)
-    for callback in dict.fromkeys(one for one in callbacks if one is not None):
-        callback()
+    callbacks = [getattr(param, PARAM_READY_CALLBACK_ATTR, None) for param in params]
+    for callback in dict.fromkeys(callbacks):
+        if callback is not None:
+            callback()

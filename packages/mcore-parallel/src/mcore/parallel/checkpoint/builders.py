@@ -426,9 +426,16 @@ def make_sharded_tensors_for_checkpoint(
             shard = make_tp_sharded_tensor_for_checkpoint(
                 value, key, axis, prepend_offsets=sharded_offsets, **groups
             )
-        else:
-            place = None if is_dtensor(value) else replica_id()
-            shard = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, place, **groups)
+        elif is_dtensor(value):
+            shard = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
+        else:  # nearly all tensors: the single builder would check the keywords of each
+            shard = ShardedTensor.from_rank_offsets(
+                key,
+                value,
+                *sharded_offsets,
+                replica_id=replica_id(),
+                prepend_axis_num=len(sharded_offsets),
+            )
         sharded[key] = shard
     return sharded
 

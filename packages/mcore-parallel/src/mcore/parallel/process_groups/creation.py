@@ -45,6 +45,7 @@ from mcore.parallel.torch_compat import (
 from mcore.tensor.device import available_accelerator
 
 Plan = TypeVar("Plan")
+_FEW_RANKS = 100  # operations on tensors take longer than lists of so few
 _Key = bytes  # the int64 ranks of a group: thousands of tuples would take seconds to handle
 
 NEEDS_INIT = (
@@ -246,15 +247,17 @@ class GroupMaker:
 
     def _read(self, lists: RankLists) -> tuple[list[_Key], _Key | None]:
         """Return the key of each group, and the key of the group that this rank is in."""
+        if isinstance(lists, torch.Tensor) and lists.numel() < _FEW_RANKS:
+            lists = lists.tolist()
         if not isinstance(lists, torch.Tensor):
             keys = [array("q", ranks).tobytes() for ranks in lists]
             return keys, next(
                 (key for key, ranks in zip(keys, lists, strict=True) if self._rank in ranks), None
             )
         raw, width = bytes_of(lists), lists[:1].nbytes
-        own = (lists == self._rank).any(dim=1).nonzero().flatten().tolist()
+        own = (lists == self._rank).nonzero().tolist()
         keys = [raw[at : at + width] for at in range(0, len(raw), width)]
-        return keys, keys[own[0]] if own else None
+        return keys, keys[own[0][0]] if own else None
 
     def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0

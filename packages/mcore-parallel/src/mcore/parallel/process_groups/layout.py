@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from math import prod
 from typing import TypeAlias
@@ -69,13 +70,17 @@ class Layout:
 
     def rows(self, axes: Iterable[str]) -> torch.Tensor:
         """Return groups of ranks that differ only along ``axes``: ascending rows of one tensor."""
-        along = self.present(axes)
-        members = prod(self.size(axis) for axis in along)
-        sources = [self.axes.index(axis) for axis in along]
-        moved = self.ranks.movedim(sources, list(range(-len(along), 0)))
-        rows = moved.reshape(-1, members).long()
-        is_ascending = bool((rows[:, 1:] > rows[:, :-1]).all())  # as in most layouts
-        return rows if is_ascending else rows.sort(dim=1).values
+        sources = [self.axes.index(axis) for axis in self.present(axes)]
+        others = [place for place in range(len(self.axes)) if place not in sources]
+        members = prod(self.ranks.shape[place] for place in sources)
+        rows = self.ranks.permute(*others, *sources).reshape(-1, members).long()
+        return rows if self._is_ascending else rows.sort(dim=1).values
+
+    @cached_property
+    def _is_ascending(self) -> bool:
+        """Whether the rows of all axes are in ascending order, as in most layouts."""
+        ranks = self.ranks.flatten().tolist()
+        return bool(ranks == sorted(ranks))
 
     def lists(self, axes: Iterable[str]) -> list[list[int]]:
         """Return the :meth:`rows` as lists."""
