@@ -87,8 +87,8 @@ def _join_sums(totals: dict[str, Any], keys: list[str], device: torch.device) ->
     sums, dtype = [totals[key] for key in keys], widest_float(device)
     joined = getattr(sums[0], "_base", None)
     if joined is not None and joined.dtype == dtype and joined.device == device:
-        places = [s.storage_offset() for s in sums if getattr(s, "_base", None) is joined]
-        if places == list(range(len(keys))) and joined.shape == (len(keys),):
+        at = [s.storage_offset() for s in sums if getattr(s, "_base", None) is joined and s.dim()]
+        if at == list(range(len(keys))) and joined.shape == (len(keys),):
             return joined  # type: ignore[no-any-return]
     joined = torch.zeros(len(keys), dtype=dtype, device=device)
     for index, (key, total) in enumerate(zip(keys, sums, strict=True)):
