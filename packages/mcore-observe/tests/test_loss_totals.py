@@ -34,6 +34,36 @@ def test_losses_of_any_shape_and_type_are_summed_in_float64(add_step):
     assert {totals[key].dtype for key in "ab"} == {torch.float64}
 
 
+def test_losses_in_another_order_and_a_part_of_them(add_step):
+    totals, expected = {}, {}
+    for step, names in enumerate(["abc", "cab", "b", "ca", "abcd", "dcba", "abcd"]):
+        losses = {name: float(ord(name) + 10 * step) for name in names}
+        add_step(totals, {name: torch.tensor(loss) for name, loss in losses.items()})
+        expected |= {name: expected.get(name, 0.0) + losses[name] for name in names}
+    assert {name: totals[name].item() for name in "abcd"} == expected
+    assert [name for name in totals if name not in COUNTERS] == list("abcd")
+
+
+def test_a_sum_that_the_caller_replaces_or_changes_counts_from_there(add_step):
+    totals, losses = {}, {name: torch.tensor(1.0) for name in "abc"}
+    add_step(totals, losses)
+    totals["a"] = torch.tensor(10.0)
+    totals["b"] += 20
+    totals["c"] = totals["b"]
+    add_step(totals, losses)
+    add_step(totals, losses)
+    assert [totals[name].item() for name in "abc"] == [12.0, 23.0, 23.0]
+
+
+def test_sums_that_share_the_memory_of_a_caller_are_summed_in_float64(add_step):
+    exact = 1.0 + 2.0**-40
+    for memory in (torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)):
+        totals = dict(zip("ab", memory, strict=True))
+        for _ in range(2):
+            add_step(totals, {n: torch.tensor(exact, dtype=torch.float64) for n in "ab"})
+        assert [totals[name].tolist() for name in "ab"] == [[2 * exact]] * 2
+
+
 def test_the_loss_that_was_handed_over_is_never_changed(add_step):
     totals, loss = {}, torch.tensor([1.0])
     for _ in range(3):

@@ -39,6 +39,15 @@ def test_medians_of_the_finite_values_of_each_row():
     assert math.isnan(median(NAN))
 
 
+def test_medians_of_many_values_are_those_of_few():
+    """Short rows are sorted by Python, long ones by torch."""
+    rows = [(3.0, NAN, 1.0, 8.0), (math.inf, 4.0, 2.0, -math.inf), (5.0, 5.0, 5.0, 1.0)]
+    wide = tensor(*rows).repeat(1, 40)
+    known = [[value for value in row if math.isfinite(value)] * 40 for row in rows]
+    assert row_medians(wide) == [statistics.median(row) for row in known]
+    assert math.isnan(median(*[NAN] * 160))
+
+
 def test_extremes_of_several_rows():
     rows = torch.tensor([[3.0, NAN, 1.0], [NAN, NAN, NAN], [2.0, 2.0, 2.0]])
     (three, nothing, equal) = row_extremes(rows)

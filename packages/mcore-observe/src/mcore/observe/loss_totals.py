@@ -40,20 +40,16 @@ def add_step(
 
 def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> None:
     """Add losses of one element to their float64 sums, in place and on their devices."""
-    sums: list[torch.Tensor] = []
-    terms: list[torch.Tensor] = []
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for key, loss in losses.items():
-        term = loss.detach().reshape(1)
-        if term.is_floating_point() and term.element_size() == 1:
-            term = term.float()  # torch cannot add float8 to other types
-        if key in totals:
-            totals[key] = _match_sum(totals[key], term)
-            sums.append(totals[key])
-            terms.append(term)
-        else:
-            totals[key] = term.to(widest_float(term.device), copy=True)
-    if sums:
-        torch._foreach_add_(sums, terms)
+        totals.setdefault(key, 0.0)
+        by_device.setdefault(loss.device, {})[key] = loss.reshape(()) if loss.dim() else loss
+    for device, by_key in by_device.items():
+        sums, terms = _join_sums(totals, list(by_key), device), list(by_key.values())
+        kinds = {term.dtype for term in terms}
+        if len(kinds) > 1 or terms[0].element_size() == 1:
+            terms = [term.to(sums.dtype) for term in terms]  # torch cannot combine float8
+        sums.add_((torch.stack(terms) if len(terms) > 1 else terms[0]).detach())
 
 
 def count_iterations(totals: Mapping[str, Any]) -> int:
@@ -86,11 +82,17 @@ def reset_totals(totals: dict[str, Any]) -> None:
     totals.update(dict.fromkeys(_COUNTERS, 0))
 
 
-def _match_sum(total: Any, term: torch.Tensor) -> torch.Tensor:
-    """Return the sum with the shape and device of a term; callers keep sums of several kinds."""
-    if not isinstance(total, torch.Tensor):
-        return term.new_full((1,), float(total), dtype=widest_float(term.device))
-    dtype = widest_float(term.device)
-    if total.shape == term.shape and total.device == term.device and total.dtype == dtype:
-        return total
-    return total.to(term.device, dtype).reshape(1)
+def _join_sums(totals: dict[str, Any], keys: list[str], device: torch.device) -> torch.Tensor:
+    """Return a vector whose elements are the sums: one addition is that of all losses."""
+    sums, dtype = [totals[key] for key in keys], widest_float(device)
+    joined = getattr(sums[0], "_base", None)
+    if joined is not None and joined.dtype == dtype and joined.device == device:
+        at = [s.storage_offset() for s in sums if getattr(s, "_base", None) is joined and s.dim()]
+        if at == list(range(len(keys))) and joined.shape == (len(keys),):
+            return joined  # type: ignore[no-any-return]
+    joined = torch.zeros(len(keys), dtype=dtype, device=device)
+    for index, (key, total) in enumerate(zip(keys, sums, strict=True)):
+        is_tensor = isinstance(total, torch.Tensor)  # callers keep sums of several kinds
+        totals[key] = joined[index : index + 1]
+        totals[key].add_(total.detach().to(device).reshape(1) if is_tensor else total)
+    return joined

@@ -137,7 +137,8 @@ def calc_params_l2_norm(
             if callable(stop):
                 stop()
         return _compute_dtensor_norm(p for chunk in chunks for p in chunk.named_parameters())
-    ensure_params_ready(parameter for chunk in chunks for parameter in chunk.parameters())
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    ensure_params_ready(parameters)
     groups = find_process_groups(pg_collection, model)
     tp, expt_tp = getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
     is_half = any(getattr(model_config, name, False) is True for name in ("bf16", "fp16"))
@@ -146,12 +147,10 @@ def calc_params_l2_norm(
     buckets: dict[tuple[bool, bool], list[torch.Tensor]] = {
         kind: [] for kind in product((False, True), (False, True))
     }
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if not param_is_not_shared(parameter):
-                continue
-            if not param_is_not_tensor_parallel_duplicate(parameter, tp, expt_tp):
-                continue
+    for parameter in parameters:
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+            parameter, tp, expt_tp
+        ):
             value, is_split = _find_counted_value(parameter, use_main=use_main)
             is_expert = getattr(parameter, "allreduce", True) is False
             if value is not None:

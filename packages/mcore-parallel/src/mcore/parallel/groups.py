@@ -32,7 +32,7 @@ AnyGroup: TypeAlias = "GroupLike | NamedGroups"  # a group, or a collection that
 
 def is_collection(given: object) -> bool:
     """Return whether an object is a collection of groups, without an import of megatron-core."""
-    if isinstance(given, dist.ProcessGroup):  # the usual case, and quicker
+    if given is None or isinstance(given, dist.ProcessGroup):  # the usual cases, and quicker
         return False
     kinds = {kind.__name__ for kind in type(given).__mro__}
     return not kinds.isdisjoint(("ProcessGroups", "ProcessGroupCollection"))

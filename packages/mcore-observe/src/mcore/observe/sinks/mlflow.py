@@ -75,12 +75,13 @@ def sanitize_metric_name(name: str) -> str:
         >>> sanitize_metric_name("acc@5 (%)")
         'acc_at_5 ___'
     """
-    return _sanitize(str(name))
+    return _sanitize(name)
 
 
-@functools.lru_cache(maxsize=16384)
-def _sanitize(name: str) -> str:
-    head, _, tail = re.sub("/+", "/", name.replace("@", "_at_")).partition("/")
+# Sinks call it without the function above: for a name in the cache that is the larger part.
+@functools.lru_cache(maxsize=16384, typed=True)
+def _sanitize(name: object) -> str:
+    head, _, tail = re.sub("/+", "/", str(name).replace("@", "_at_")).partition("/")
     tail = tail.replace("/", "_")
     text = f"{head}/{tail}" if head else f"_{tail}"
     # Split a second time: the cut may have removed everything after the slash.
@@ -117,7 +118,7 @@ class MlflowSink:
         """Log the metrics in one call, or in several if sanitized names repeat."""
         batch: dict[str, float] = {}
         for name, value in plain_numbers(metrics).items():
-            clean = sanitize_metric_name(name)
+            clean = _sanitize(name)
             if clean in batch:
                 self._client.log_metrics(batch, step=step)
                 batch = {}
@@ -338,12 +339,14 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         _send_params(self.open(), params)
 
     def _rename(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        names = {name: sanitize_metric_name(name) for name in metrics}
-        for name, renamed in names.items():
-            if (first := self._given_names.setdefault(renamed, name)) != name:
+        renamed: dict[str, Any] = {}
+        for name, value in metrics.items():
+            clean = _sanitize(name)
+            if (first := self._given_names.setdefault(clean, name)) != name:
                 text = "%r and %r are both %r in MLflow, which mixes them: rename one"
-                warn_once(logger, text, first, name, renamed)
-        return {names[name]: value for name, value in metrics.items()}
+                warn_once(logger, text, first, name, clean)
+            renamed[clean] = value
+        return renamed
 
     def _get_run_id(self, connection: MlflowConnection) -> str:
         return connection.run_id

@@ -27,7 +27,7 @@ def as_number(value: object) -> float | int | None:
     """Return a Python or NumPy number as a Python number. Booleans and other types give None."""
     if type(value) in (int, float):  # nearly all values. The test below takes ten times as long
         return value  # type: ignore[return-value]
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if value is None or isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if hasattr(value, "__index__") else float(value)
 
@@ -69,8 +69,11 @@ def as_name(name: object) -> str:
 
 def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
     """Return the values that are one number each. :func:`one_number` drops the others."""
-    checked = {name: one_number(name, value, warns=warns) for name, value in values.items()}
-    return {name: value for name, value in checked.items() if value is not None}
+    return {
+        name: number
+        for name, value in values.items()
+        if (number := one_number(name, value, warns=warns)) is not None
+    }
 
 
 def widest_float(device: torch.device) -> torch.dtype:

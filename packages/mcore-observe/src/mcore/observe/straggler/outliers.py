@@ -131,10 +131,10 @@ class PastReports:
         # The last known times [num_times, world] in ms, and the last known medians of all sections.
         self.times = self.last_medians = torch.empty(0)
 
-    def add(self, rows: GatheredRows, medians: torch.Tensor) -> torch.Tensor:
+    def add(self, rows: GatheredRows, medians: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Add a report and its medians ``[num_sections, world]``.
 
-        Returns the best medians of the last 16 reports.
+        Returns the medians of the last 16 reports.
         """
         values = rows.matrix[:, self._columns].t().contiguous()
         if rows.log_interval > 1:
@@ -154,7 +154,7 @@ class PastReports:
         self.times = times.where(is_known, self.times)
         self.last_medians = medians.where(medians.isfinite(), self.last_medians)
         self._verdict.add(logarithms)
-        return functools.reduce(torch.fmin, self._medians)
+        return tuple(self._medians)
 
     @property
     def is_measuring(self) -> bool:

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from heapq import nlargest, nsmallest
 from typing import Any, TypeAlias
 
@@ -416,7 +416,7 @@ class RankComparison:
         self._metrics = rows.metrics()
         medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
-        self._best_medians = past.add(rows, self._medians)
+        self._past_medians = past.add(rows, self._medians)
         # The next report changes what the past finds.
         self._kept, self._slow = past.kept(), past.find_stragglers()
         self._last_times, self._last_medians = past.times, past.last_medians
@@ -428,6 +428,10 @@ class RankComparison:
         return _format_metrics(
             self._bare_report, dict(zip(self._names, sums, strict=True)), all_ranks
         )
+
+    @cached_property
+    def _best_medians(self) -> torch.Tensor:
+        return reduce(torch.fmin, self._past_medians)
 
     @cached_property
     def report(self) -> StragglerReport:

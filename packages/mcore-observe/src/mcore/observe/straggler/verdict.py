@@ -53,7 +53,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import TypeAlias
 
 import torch
@@ -76,6 +76,7 @@ _GROWTH, _GROWTH_AT_START = 1.3, 1.2  # of differences with the distance in time
 _NUM_START = 32  # reports
 _LEAST_EXCESS_MS = 0.05  # a smaller difference of times is of no interest
 _LEAST_EXCESS_SHARE = 0.03  # nor is a smaller share of an iteration
+_FEW = 64  # values
 _SCALE = 1.06  # the median of five includes the value itself
 _NORMAL = NormalDist()
 
@@ -179,8 +180,9 @@ class _SlowRanks:
         """
         known = values.isfinite()
         has_values = known.any(dim=1, keepdim=True)
-        middles = row_medians(latest) if self._num > 1 else drifts
-        relative = latest - latest.new_tensor(middles).unsqueeze(1)
+        medians = row_medians(latest) if self._num > 1 else drifts
+        middles = latest.new_tensor(medians).unsqueeze(1)
+        relative = latest - middles
         counts = relative.isfinite().sum(dim=1).tolist()
         # NaN is sorted to the end.
         places = [1 + max(0, count - 1) // 4 for count in counts]
@@ -192,7 +194,7 @@ class _SlowRanks:
         self._quartiles = _push(self._quartiles, quartiles, has_values)
         self._age = torch.where(has_values, (self._age + 1) * ~known, self._age)
         iteration_ms = latest[0].nanmedian().exp().item()
-        usual_ms = (quartiles[:, 0] + latest.new_tensor(middles)).exp().tolist()
+        usual_ms = (quartiles + middles).exp().flatten().tolist()
         least = [compute_least_excess(each, iteration_ms) for each in usual_ms]
         ready = []
         for row, is_known in enumerate(has_values[:, 0].tolist()):
@@ -204,19 +206,19 @@ class _SlowRanks:
             if is_known and self.is_ready(row):
                 ready.append(row)
         if ready:
-            # Measured only if a rank is slow enough to matter.
-            noise = functools.cache(self._measure_noise)
-            self._compare_with_past(ready, noise, least)
-            self._compare_with_peers(ready, noise, least, counts)
+            self._noises: dict[int, _Noise] = {}
+            self._compare_with_past(ready, least)
+            self._compare_with_peers(ready, least, counts)
         return self._found
 
     def _measure_noise(self, row: int) -> _Noise:
-        num = min(self._num_reports[row], len(self._measured))
-        return _Noise(self._measured[:, row], num, self._num)
+        """Measure the noise once, and only if a rank is slow enough to matter."""
+        if row not in self._noises:
+            num = min(self._num_reports[row], len(self._measured))
+            self._noises[row] = _Noise(self._measured[:, row], num, self._num)
+        return self._noises[row]
 
-    def _compare_with_past(
-        self, ready: list[int], noise: Callable[[int], _Noise], least: list[float]
-    ) -> None:
+    def _compare_with_past(self, ready: list[int], least: list[float]) -> None:
         """Find ranks that have become slower while their peers have not."""
         latest = _PAST_WINDOWS[-1][0]
         ready = [row for row in ready if self._num_reports[row] >= 2 * _NUM_NEIGHBOURS + latest]
@@ -227,19 +229,16 @@ class _SlowRanks:
         least = [max(each, self._individual) for each in least]
         leads = self._recent[-latest:] - usual
         for row, test in self._find_suspects(ready, _PAST_WINDOWS, leads, least):
-            self._found[row] = test(noise(row), measure=_Noise.measure_changes)
+            self._found[row] = test(self._measure_noise(row), measure=_Noise.measure_changes)
 
-    def _compare_with_peers(
-        self, ready: list[int], noise: Callable[[int], _Noise], least: list[float],
-        counts: list[int],
-    ) -> None:  # fmt: skip
+    def _compare_with_peers(self, ready: list[int], least: list[float], counts: list[int]) -> None:
         """Find ranks that are slower than the faster half of their peers."""
         ready = [row for row in ready if counts[row] > 1]
         least = [max(each, self._relative) for each in least]
         leads = self._recent - self._quartiles
         for row, test in self._find_suspects(ready, _WINDOWS, leads, least):
             self._found[row] |= test(
-                noise(row),
+                self._measure_noise(row),
                 measure=_Noise.measure_windows,
                 place=max(0.0, -expected_place(1 + (counts[row] - 1) // 4, counts[row])),
                 # The variance of a lower quartile of n normal values is 1.86 / n.
@@ -381,10 +380,13 @@ def _compute_median_of_five(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def row_medians(rows: torch.Tensor) -> list[float]:
     """Return the median of the finite values of each row: of two middle values, their mean."""
+    if rows.numel() <= _FEW:  # an operation of torch takes longer than all of this
+        known = [[value for value in row if math.isfinite(value)] for row in rows.tolist()]
+        return [median(row) if row else math.nan for row in known]
     num_known = [rows.shape[1]] * len(rows)
     if not is_finite(rows):
-        known = rows.isfinite()
-        rows, num_known = rows.where(known, torch.nan), known.sum(dim=1).tolist()
+        finite = rows.isfinite()
+        rows, num_known = rows.where(finite, torch.nan), finite.sum(dim=1).tolist()
     # The lower of two. With dim= torch would also find its index, which takes 50 % longer.
     lower = torch.stack([row.nanmedian() for row in rows])
     is_above = rows > lower.unsqueeze(1)

@@ -72,13 +72,9 @@ def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
         scalars.add_all(report_throughput(sizes, step.iteration, step.seq_length, history, window))
     if is_on(logger, "log_runtime_to_tensorboard"):
         runtime = report_runtime(
-            train_state,
-            step.global_state.start_time,
-            step.seq_length,
-            step.train_iters,
-            logger.runtime_time_unit,
-            start_step=values.loaded_iteration,
-        )
+            train_state, step.global_state.start_time, step.seq_length, step.train_iters,
+            logger.runtime_time_unit, start_step=values.loaded_iteration,
+        )  # fmt: skip
         scalars.add_all(runtime)
     if is_on(logger, "log_l2_norm_grad_to_tensorboard"):
         if values.model is None:
@@ -229,21 +225,13 @@ def training_log(
         tensor([2.5000], dtype=torch.float64)
     """
     given = StepInput(
-        losses=loss_dict,
-        learning_rate=learning_rate,
-        decoupled_learning_rate=decoupled_learning_rate,
-        loss_scale=loss_scale,
-        grad_norm=grad_norm,
-        params_norm=params_norm,
-        num_zeros_in_grad=num_zeros_in_grad,
-        log_max_attention_logit=log_max_attention_logit,
-        skipped=bool(skipped_iter),
-        model=model,
-        pg_collection=pg_collection,
-        history_wct=history_wct,
-        loaded_iteration=loaded_iteration,
+        losses=loss_dict, learning_rate=learning_rate,
+        decoupled_learning_rate=decoupled_learning_rate, loss_scale=loss_scale,
+        grad_norm=grad_norm, params_norm=params_norm, num_zeros_in_grad=num_zeros_in_grad,
+        log_max_attention_logit=log_max_attention_logit, skipped=bool(skipped_iter), model=model,
+        pg_collection=pg_collection, history_wct=history_wct, loaded_iteration=loaded_iteration,
         seq_length=seq_length,
-    )
+    )  # fmt: skip
     return log_training_step(given, config, global_state, total_loss_dict, report_memory_flag)
 
 

@@ -447,14 +447,9 @@ class TimerReader:
         return None
 
     def _gather(
-        self,
-        timers: Timers,
-        names: tuple[str, ...],
-        step: LogStep,
-        iterations: int,
-        *,
+        self, timers: Timers, names: tuple[str, ...], step: LogStep, iterations: int, *,
         for_sinks: bool,
-    ) -> TimerRows:
+    ) -> TimerRows:  # fmt: skip
         for_console = step.ends_console_interval
         local = timers.local_seconds(names, reset=for_console) if names else []
         by_name = dict(zip(names, local, strict=True))

@@ -74,17 +74,18 @@ class LogStep:
     pg_collection: Any
     ends_sink_interval: bool
     ends_console_interval: bool
-    writes: bool  # this rank prints the line and warns of values that are not numbers
 
     @classmethod
     def of(cls, given: StepInput, config: Any, global_state: Any) -> LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
         sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
-        writes = writes_log(global_state)
+        losses = only_numbers(given.losses, warns=False)
+        if len(losses) < len(given.losses):  # the rank is asked for only if something may be wrong
+            only_numbers(given.losses, warns=writes_log(global_state))
         return cls(
             given=given,
-            losses=only_numbers(given.losses, warns=writes),
+            losses=losses,
             config=config,
             global_state=global_state,
             iteration=iteration,
@@ -93,8 +94,12 @@ class LogStep:
             ends_console_interval=_ends_interval(
                 config.logger.log_interval, iteration, given.steps
             ),
-            writes=writes,
         )
+
+    @functools.cached_property
+    def writes(self) -> bool:
+        """Whether this rank prints the line and warns of values that are not numbers."""
+        return writes_log(self.global_state)
 
     @property
     def logs(self) -> bool:
