@@ -11,7 +11,7 @@ import torch
 
 from mcore.observe import JsonlSink, Outlier, RunLog
 from mcore.observe.__main__ import main
-from mcore.observe.runs import log_slow_ranks
+from mcore.observe.runs import compare, log_slow_ranks
 from mcore.observe.runs.run_page import page_data
 from mcore.observe.runs.tables import Run
 from mcore.observe.terminal import sparkline
@@ -249,6 +249,24 @@ def test_runs_are_compared_by_a_pattern(tmp_path, capsys):
     assert row.split()[:7] == ["loss", "1", "1", "2", "3", "+100.0%", "+200.0%"]
     assert main(["compare", str(tmp_path / "oth*")]) == 1
     assert "is one run: give two or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        (math.nan, 1.0, "-"),
+        (1.0, math.nan, "-"),
+        (0.0, math.nan, "-"),
+        (math.inf, math.inf, "-"),
+        (-1e308, 1e308, "-"),  # the difference is no float
+        (-2.0, -1.0, "+50.0%"),
+        (0.0, -0.25, "-0.25"),
+    ],
+)
+def test_a_change_that_is_no_number_is_a_dash(before, after, change):
+    _, row = compare([Run("a", {"loss": {1: before}}), Run("b", {"loss": {1: after}})])
+    columns = re.split(r"  +", row)
+    assert columns[:2] + columns[4:5] == ["loss", "1", change]
 
 
 FOLLOW = """

@@ -16,6 +16,7 @@ from mcore.observe import (
     training_log,
 )
 from rank_testing import run_ranks
+from rank_testing.scripts import run_script
 
 pytestmark = pytest.mark.needs("wandb")
 
@@ -111,3 +112,24 @@ def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb
     assert {row["batch-size"] for row in rows.values()} == {2}
     assert rows[8]["lm loss validation"] == 2.5  # of the same step, in a further call
     assert any(record.WhichOneof("record_type") == "exit" for record in records)
+
+
+@pytest.mark.parametrize(
+    "ending", ["os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "raise SystemExit(3)"]
+)
+def test_the_exit_code_of_a_run_is_that_of_its_process(tmp_path, wandb_records, offline, ending):
+    env = {name: text for name, text in (os.environ | offline(tmp_path)).items() if text}
+    done = run_script(
+        "import os, signal, sys, time, torch\n"
+        "from mcore.observe import RunLog\n"
+        "with RunLog(sys.argv[1], wandb='pretraining', log_every=1, closing_s=100.0) as log:\n"
+        "    log.log_step(torch.tensor(2.5))\n"
+        "    log.tracker('wandb')\n"  # waits until it is open
+        f"    {ending}\n",
+        str(tmp_path), env=env, cwd=tmp_path,
+    )  # fmt: skip
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    (end,) = (r.exit for r in wandb_records(path) if r.WhichOneof("record_type") == "exit")
+    # A shell shows 128 + the signal's number for a process that a signal ended.
+    assert end.exit_code == (128 - done.returncode if done.returncode < 0 else done.returncode)
+    assert end.exit_code in (130, 3)

@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 
 from mcore.observe import status_of
@@ -27,6 +29,7 @@ WATCH = (
         (SystemExit(0), "FINISHED"),
         (SystemExit(1), "FAILED"),
         (SystemExit("text"), "FAILED"),
+        (SystemExit(256), "FINISHED"),  # the system keeps the last eight bits
         (SystemExit(143), "KILLED"),
         (SystemExit(129), "KILLED"),
         (KeyboardInterrupt(), "KILLED"),
@@ -44,6 +47,9 @@ def test_status_of_an_exception(error, status):
         ("1 / 0", "FAILED", 1),
         ("sys.exit(1)", "FAILED", 1),
         ("sys.exit(0)", "FINISHED", 0),
+        ("sys.exit(259)", "FAILED", 3),
+        ("sys.exit('text')", "FAILED", 1),
+        ("raise KeyboardInterrupt", "KILLED", -signal.SIGINT),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "KILLED", 143),
         ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(60)", "KILLED", 129),
     ],
@@ -52,6 +58,44 @@ def test_endings(ending, status, code):
     out, returncode, err = run(WATCH + ending)
     assert (out, returncode) == ([status], code)
     assert ("ZeroDivisionError" in err) == ("1 / 0" in ending)
+
+
+BLOCK = """
+from mcore.observe.sinks.delivery.process_end import exit_code_of, on_process_end, status_of
+def show(status): print(status, exit_code_of(status), flush=True)
+class Block:
+    def __enter__(self): pass
+    def __exit__(self, kind, error, traceback): show(status_of(error))
+on_process_end(show)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "1 / 0",
+        "sys.exit(3)",
+        "sys.exit(259)",
+        "sys.exit('text')",
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+        "try: 1 / 0\n    except ZeroDivisionError: sys.exit(5)",
+    ],
+)
+def test_the_exit_code_of_a_block_and_of_its_process_is_that_of_the_system(ending):
+    out, code, _ = run(BLOCK + f"with Block():\n    {ending}")
+    # A shell shows 128 + the signal's number for a process that a signal ended.
+    shown = 128 - code if code < 0 else code
+    status = "KILLED" if shown > 128 else "FAILED"
+    assert out == [f"{status} {shown}"] * 2
+
+
+def test_a_block_whose_error_is_caught_leaves_no_exit_code():
+    out, code, _ = run(
+        BLOCK + "try:\n    with Block(): 1 / 0\nexcept ZeroDivisionError: pass\nshow('KILLED')"
+    )
+    # 143 is the usual exit code of KILLED.
+    assert (out, code) == (["FAILED 1", "KILLED 143", "FINISHED 0"], 0)
 
 
 def test_other_hooks_and_handlers_are_kept():

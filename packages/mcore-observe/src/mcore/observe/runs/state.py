@@ -467,7 +467,9 @@ class RunLog(GlobalState):
         log_every: Steps between lines, and between values of trackers and files. Only these steps
             wait for the device.
         tensorboard: Write event files into the folder ``tensorboard`` of the run.
-        mlflow: Address of an MLflow server, or a database such as ``sqlite:///mlflow.db``.
+        mlflow: Address of an MLflow server, or a database such as ``sqlite:///mlflow.db``. MLflow
+            is imported in the background. This delays single steps of the first seconds by up to
+            0.3 s, unless you import it earlier.
         wandb: A Weights & Biases project.
         config: Your settings (a dict, a dataclass or a namespace), which trackers and the run's
             page show.

@@ -157,7 +157,8 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
     """Yield a table of the metrics of several runs at their last common step.
 
     Args:
-        runs: Two runs or more. Changes are relative to the first.
+        runs: Two runs or more. Changes are relative to the first. A dash is a change from or to
+            a value that is not finite, or a change that is too large.
         names: The metrics, by name or pattern. None given means all common metrics.
 
     Yields:
@@ -188,14 +189,17 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
             f"{value:.4g}" + (f" ({count} NaN)" if count else "")
             for value, count in zip((before, *after), lost, strict=True)
         ]
-        changes = [
-            f"{(value - before) / abs(before):+.1%}" if before else f"{value - before:+.4g}"
-            for value in after
-        ]
+        changes = [_format_change(before, value) for value in after]
         rows.append((name, str(common), *numbers, *changes, lines))
     if len(rows) == 1:
         raise ValueError(f"{' and '.join(shown)} have no metric at the same step")
     yield from _format_table(rows)
+
+
+def _format_change(before: float, value: float) -> str:
+    change = (value - before) / abs(before) if before else value - before
+    text = f"{change:+.1%}" if before else f"{change:+.4g}"
+    return text if math.isfinite(change) else "-"
 
 
 def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:

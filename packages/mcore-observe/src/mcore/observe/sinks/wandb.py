@@ -70,12 +70,12 @@ class WandbSink:
         if isinstance(self._run, TrackerRun):
             self._run.close(status)
         else:
-            _finish(self._run, status)
+            _finish(self._run, status, exit_code_of(status))
 
 
-def _finish(run: Any, status: str) -> None:
+def _finish(run: Any, status: str, exit_code: int) -> None:
     if status != "FINISHED" and accepts(run.finish, "exit_code"):
-        run.finish(exit_code=exit_code_of(status))
+        run.finish(exit_code=exit_code)
     else:
         run.finish()
 
@@ -146,7 +146,7 @@ class WandbRun(ClientRun[_Connection]):
         return [entry for entry in entries if entry.step > connection.last_step]
 
     def _end_run(self, connection: _Connection, status: str) -> None:
-        _finish(connection.run, status)
+        _finish(connection.run, status, self.exit_code)
         wait_until_written(connection.run)
         super()._settle([entry for entry, _ in self._held])
         self._held.clear()

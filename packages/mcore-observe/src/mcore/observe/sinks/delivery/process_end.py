@@ -35,24 +35,32 @@ def status_of(error: BaseException | None) -> str:
         >>> status_of(None), status_of(SystemExit(1)), status_of(SystemExit(0))
         ('FINISHED', 'FAILED', 'FINISHED')
     """
-    if error is None:
-        return "FINISHED"
-    if isinstance(error, SystemExit):
-        if error.code in (None, 0):
-            return "FINISHED"
-        # A shell reports a process that a signal ended with 128 + the signal's number.
-        signals = {128 + number for number in (signal.SIGINT, *_SIGNALS)}
-        return "KILLED" if error.code in signals else "FAILED"
-    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+    return _name_status(_find_code(error))
 
 
 def exit_code_of(status: str) -> int:
     """Return the exit code of the process if it ends with a status, else the usual code.
 
-    143 is 128 + SIGTERM, the exit code that a shell shows for a terminated process.
+    The exception that the calling thread handles, such as that of a ``with`` block, ends the
+    process. 143 is 128 + SIGTERM, the exit code that a shell shows for a terminated process.
     """
+    error = sys.exc_info()[1]
+    code = _WATCH.code if error is None else _find_code(error)
     usual = {"FINISHED": 0, "KILLED": 143}.get(status, 1)
-    return _WATCH.code if _WATCH.code is not None and _WATCH.status == status else usual
+    return code if _name_status(code) == status else usual
+
+
+def _find_code(error: BaseException | None) -> int:
+    """Return the exit code of a process that an exception ends."""
+    if isinstance(error, SystemExit):
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error is not None)
+
+
+def _name_status(code: int) -> str:
+    # A shell reports a process that a signal ended with 128 + the signal's number.
+    is_killed = code - 128 in (signal.SIGINT, *_SIGNALS)
+    return "KILLED" if is_killed else "FAILED" if code else "FINISHED"
 
 
 def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> Callable[[], None]:
@@ -81,8 +89,7 @@ class _ProcessWatch:
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []
         self.first_callbacks: list[Callable[[str], None]] = []
-        self.status = "FINISHED"
-        self.code: int | None = None  # None: not known
+        self.code = 0  # with which the process ends
         self._installed_in: int | None = None
 
     def install(self) -> None:
@@ -109,21 +116,20 @@ class _ProcessWatch:
     def _record_exception(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        self.status = status_of(error)
+        self.code = _find_code(error)
         self._previous_hook(kind, error, traceback)
 
     def _record_exit(self, status: str | int | None = None, /) -> NoReturn:
         # In another thread sys.exit ends only that thread.
         if threading.current_thread() is threading.main_thread():
-            self.status = status_of(SystemExit(status))
-            self.code = status if isinstance(status, int) else int(status is not None)
+            self.code = _find_code(SystemExit(status))
         self._previous_exit(status)
 
     def _exit_on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._installed_in:  # a forked child: die as without this handler
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self.status, self.code = "KILLED", 128 + signum
+        self.code = 128 + signum
         raise SystemExit(128 + signum)
 
     def _run_callbacks(self) -> None:
@@ -131,7 +137,7 @@ class _ProcessWatch:
             return
         for callback in reversed((*self.callbacks, *self.first_callbacks)):
             try:
-                callback(self.status)
+                callback(_name_status(self.code))
             except Exception:
                 text = mask_secrets(traceback.format_exc())
                 logger.error("an end-of-process callback failed\n%s", text)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mcore.observe.sinks.delivery.process_end import on_process_end
+from mcore.observe.sinks.delivery.process_end import exit_code_of, on_process_end
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
 from mcore.observe.sinks.scalars import as_number, plain_numbers
 from mcore.observe.sinks.secrets import mask_secrets
@@ -87,7 +87,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
         earlier: EarlierSpools | None = None,
         on_open: Callable[[str], None] | None = None,
     ) -> None:
-        self.status = "FINISHED"
+        self.status, self.exit_code = "FINISHED", 0
         self.closing_s = closing_s
         self.max_values = 100_000 if spool is None else 2_000_000  # in memory
         self.num_logged = self.num_dropped = 0
@@ -244,6 +244,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
         with self._changed:
             if self._has_thread and not self._closing:
                 self.status = status or self.status
+                self.exit_code = exit_code_of(self.status)
                 self._closing, self._ends_run = True, ends_run
             self._changed.notify_all()
 
@@ -265,6 +266,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
             if self._ended:
                 return
             self.status = status or self.status
+            self.exit_code = exit_code_of(self.status)
             if self._spool is not None and self.num_logged:
                 self._spool.note({"status": self.status})
             self._end(deadline_s, ends_run=True)
