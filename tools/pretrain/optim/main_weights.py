@@ -20,6 +20,10 @@ from pretrain.settings import Settings
 
 _LEAST_PART = 1 << 18  # elements of a reduction: smaller ones mostly cost their latency
 _MOST_PARTS = 8
+_TOO_LATE = (
+    "a parameter got a gradient after its reduction had started: run one backward per micro-batch, "
+    "use_reentrant=False in checkpoints, one optimizer per model, and none again after an error"
+)
 
 
 class MainWeightOptimizer(TrainingOptimizer):
@@ -85,9 +89,12 @@ class MainWeightOptimizer(TrainingOptimizer):
     def _note(self, place: int, _: torch.Tensor) -> None:
         """Reduce each part of the bucket as soon as the last backward has made its gradients.
 
-        All ranks start the parts in one order, from the end of the model.
+        All ranks start the parts in one order, from the end of the model. Raises RuntimeError if a
+        reduced gradient changes, as it would be lost.
         """
         if self._accumulated + 1 == self._num_backwards:
+            if not any(place in places for places, _ in self._waiting):
+                raise RuntimeError(_TOO_LATE)
             self._noted.add(place)
             while self._waiting and self._noted.issuperset(self._waiting[-1][0]):
                 self._reduce_part()
@@ -114,10 +121,8 @@ class MainWeightOptimizer(TrainingOptimizer):
         some = [place for place in places if not filled or self.params[place].grad is not None]
         if some:
             move = torch._foreach_add_ if filled else torch._foreach_copy_
-            move(
-                [self._views[one] for one in some],
-                [_get_gradient(self.params[one]) for one in some],
-            )
+            views = [self._views[one] for one in some]
+            move(views, [_get_gradient(self.params[one]) for one in some])
         for place in some:
             self.params[place].grad = None
 
@@ -143,10 +148,8 @@ class MainWeightOptimizer(TrainingOptimizer):
             self._reduce_part()
         if len(self._partial):
             sum_partial_gradients([self._partial], self.groups.tp)
-        for flat, group in (
-            (self._head, self.groups.dp_cp),
-            (self._of_experts, self.groups.expt_dp),
-        ):
+        rest = (self._head, self.groups.dp_cp), (self._of_experts, self.groups.expt_dp)
+        for flat, group in rest:
             if len(flat) and get_pg_size(group) > 1:
                 dist.all_reduce(flat, group=group)
         for reduction in self._reductions:

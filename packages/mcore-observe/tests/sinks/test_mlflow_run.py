@@ -182,6 +182,20 @@ def test_a_real_run_keeps_all_values_of_all_steps(uri, client):
     assert all(math.isnan(m.value) for m in client.get_metric_history(run.run_id, "nan"))
 
 
+def test_settings_with_names_that_mlflow_refuses_arrive_with_the_metrics(uri, client):
+    names = {
+        "acc@5": "acc_at_5", "a (b)": "a _b_", "s3://b/x": "s3:/b_x", "x" * 600: "x" * 250,
+        "same|": "same_", "same?": "same_", "data/../y": "data/___y",
+    }  # fmt: skip
+    run = open_mlflow("runs", "one", tracking_uri=uri, params={name: name[-9:] for name in names})
+    run.log_metrics({"one": 1.0}, 1)
+    run.close()
+    kept = client.get_run(run.run_id).data
+    assert kept.params == {renamed: name[-9:] for name, renamed in names.items()}
+    assert kept.params["same_"] == "same?"
+    assert kept.metrics == {"one": 1.0}
+
+
 def test_a_continued_run_is_written_even_if_another_is_active(uri, client):
     first = open_mlflow("runs", "first", tracking_uri=uri)
     first.log_metrics({"a": 1.0}, 1)

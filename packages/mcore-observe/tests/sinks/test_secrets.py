@@ -1,15 +1,19 @@
 import argparse
+import json
 import shlex
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore.observe import (
     ConfigContainer,
     LoggerConfig,
+    RunLog,
     TrainingConfig,
     config_params,
     mask_secrets,
@@ -312,3 +316,49 @@ def test_a_configuration_that_contains_itself_ends():
     config = {"a": 1}
     config["self"] = config
     assert config_params(config)["a"] == "1"
+
+
+class Wordless:
+    def __repr__(self):
+        raise ValueError("no text")
+
+
+class Closed(dict):
+    def items(self):
+        raise ValueError("no items")
+
+
+def make_odd_values():
+    space, inside = SimpleNamespace(), []
+    space.me = space
+    inside += [inside, inside, {"step": 1}]
+    names = argparse.Namespace(password="hunter2hunter2")
+    names.me = names
+    return {
+        "wordless": Wordless(), "closed": Closed(a=1), "names": names, "space": space,
+        "inside": inside, "tensors": [torch.ones(2), Wordless()], "rate": 0.5,
+        "note": "uses hunter2hunter2",
+    }  # fmt: skip
+
+
+def test_values_without_a_text_leave_the_other_values():
+    params = config_params(make_odd_values())
+    assert params["wordless"] == "<Wordless: ValueError>"
+    assert params["tensors"] == "<list: ValueError>"
+    assert params["closed"] == "<Closed: ValueError>"
+    assert params["rate"] == "0.5"
+    assert params["names.password"] == "***"
+    assert params["note"] == "uses ***"
+    assert config_params(Wordless()) == {}
+    assert config_params({"model": Wordless()}) == {"model": "<Wordless: ValueError>"}
+
+
+def test_a_run_goes_on_if_a_value_of_its_configuration_has_no_text(tmp_path):
+    with RunLog(tmp_path, config=make_odd_values(), log_every=1, tensorboard=True) as log:
+        log.log_step(torch.tensor(1.0))
+        log.log_step(torch.tensor(2.0))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model.rate"] == "0.5"
+    assert written["model.wordless"] == "<Wordless: ValueError>"
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert "_hparams_/session_start_info" in events.summary_metadata

@@ -93,7 +93,7 @@ def test_files_without_a_dict_are_refused(
     for name, problem in {
         "list": "list.pt has a list, not a dict",
         "path": "pathlib.PosixPath",
-        "junk": "junk.pt cannot be read",
+        "junk": "junk.pt cannot be read as a file of torch.save",
         "none": "No such file or directory",
     }.items():
         assert main(["from-torch", str(tmp_path / f"{name}.pt"), str(tmp_path / "new")]) == 2
@@ -102,3 +102,13 @@ def test_files_without_a_dict_are_refused(
     torch.save({"step": 1}, tmp_path / "good.pt")
     assert main(["from-torch", str(tmp_path / "good.pt"), str(tmp_path / "new")]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/new\n"
+
+
+def test_a_file_may_have_the_longest_name_of_a_file(tmp_path: Path) -> None:
+    save_sharded_state_dict({"step": 1}, tmp_path / "step_1")
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    to_torch(tmp_path / "step_1", tmp_path / ("x" * longest))
+    assert torch.load(tmp_path / ("x" * longest)) == {"step": 1}
+    with pytest.raises(CheckpointingException, match="File name too long"):
+        to_torch(tmp_path / "step_1", tmp_path / ("y" * (longest + 1)))
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "x" * longest]

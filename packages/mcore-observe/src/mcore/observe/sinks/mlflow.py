@@ -329,6 +329,8 @@ class MlflowRun(TrackerRun[MlflowConnection]):
     def log_params(self, params: Mapping[str, str]) -> None:
         """Send settings, waiting for them. Values are cut after 6000 characters.
 
+        Names change as in :func:`sanitize_metric_name`. If two become equal, the last is sent.
+
         Args:
             params: Settings by name, without secrets.
 
@@ -373,10 +375,11 @@ class MlflowRun(TrackerRun[MlflowConnection]):
 def _send_params(connection: MlflowConnection, params: Mapping[str, str]) -> None:
     from mlflow.entities import Param
 
-    entities = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
+    # MLflow refuses some names, and a name that comes twice.
+    named = {sanitize_metric_name(key): value[:_MAX_PARAM_LENGTH] for key, value in params.items()}
+    entities = [Param(name, value) for name, value in named.items()]
     for start in range(0, len(entities), _PARAMS_PER_BATCH):
-        chunk = entities[start : start + _PARAMS_PER_BATCH]
-        connection.client.log_batch(connection.run_id, params=chunk)
+        connection.client.log_batch(connection.run_id, params=entities[start:][:_PARAMS_PER_BATCH])
 
 
 def is_unreachable(error: Exception) -> bool:

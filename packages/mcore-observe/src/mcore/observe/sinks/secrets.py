@@ -109,13 +109,10 @@ def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
         and _is_secret_name(name, value)
     }
     # The longest first: one secret may be part of another.
-    for secret in sorted({*known, *of_environment}, key=len, reverse=True):
-        if secret:
-            text = text.replace(secret, _MASK)
-    text = _PEM.sub(rf"\1{_MASK}\2", text)
-    text = _USER_OF_URI.sub(f"{_MASK}@", text)
-    text = _HOOK.sub(_mask_hook, text)
-    text = _mask_named(text)
+    for secret in sorted(filter(None, {*known, *of_environment}), key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    text = _USER_OF_URI.sub(f"{_MASK}@", _PEM.sub(rf"\1{_MASK}\2", text))
+    text = _mask_named(_HOOK.sub(_mask_hook, text))
     return _MARKED.sub(_MASK, _HEADER.sub(rf"\1 {_MASK}", text))
 
 
@@ -123,10 +120,11 @@ def config_params(config: Any) -> dict[str, str]:
     """Flatten a configuration into texts by dotted name, as trackers show settings.
 
     Dataclasses, mappings, namespaces, and sequences that contain any of them are followed. Every
-    other value becomes its text. A value is replaced by ``***`` if its dotted name contains
-    ``api_key``, ``password`` or ``secret``, or ends in ``token`` or ``_key``. Names of tokens of a
-    vocabulary and of keys in data are not secret, and neither is a number under ``token``. Secrets
-    that :func:`mask_secrets` finds in other texts are masked too.
+    other value becomes its text, or its error's name if it has no text. A value is replaced by
+    ``***`` if its dotted name contains ``api_key``, ``password`` or ``secret``, or ends in
+    ``token`` or ``_key``. Names of tokens of a vocabulary and of keys in data are not secret, and
+    neither is a number under ``token``. Secrets that :func:`mask_secrets` finds in other texts are
+    masked too.
 
     Args:
         config: The configuration. None has no names.
@@ -217,12 +215,15 @@ def _classify_words(words: list[str]) -> str:
 
 
 def _flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    fields = _list_fields(value) if depth < _DEEPEST else {}
-    if not fields:
-        if prefix:  # else an empty configuration
-            yield prefix, value
-        return
-    for name, inner in fields.items():
+    try:
+        fields = list(_list_fields(value).items()) if depth < _DEEPEST else []
+        if not fields:
+            str(value)
+    except Exception as error:  # of the value's own code, or of a list that contains itself
+        fields, value = [], f"<{type(value).__name__}: {type(error).__name__}>"
+    if not fields and prefix:  # else an empty configuration
+        yield prefix, value
+    for name, inner in fields:
         yield from _flatten(f"{prefix}.{name}" if prefix else str(name), inner, depth + 1)
 
 

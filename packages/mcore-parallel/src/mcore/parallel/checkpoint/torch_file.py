@@ -80,7 +80,8 @@ def to_torch(
                 else:
                     values[name] = contents.box(name, (0,) * len(stored.shape), stored.shape)
                 report(sizes[name])
-    incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
+    # Not longer than a name may be, whatever the name of the file.
+    incomplete = target.with_name(f".{target.name[:50]}.incomplete-{secrets.token_hex(8)}")
     try:
         # torch hides the error of a write, such as a full disk, unless Python makes the write.
         with new_large_file(incomplete) as stream:
@@ -138,7 +139,7 @@ def from_torch(
             is_mapped = zipfile.is_zipfile(source)  # files of torch before 1.6 are not
             found = torch.load(source, "cpu", weights_only=weights_only, mmap=is_mapped)
         except Exception as error:  # torch.load raises errors of many types
-            text = f"{source} cannot be read ({describe_error(error)})"
+            text = f"{source} cannot be read as a file of torch.save ({describe_error(error)})"
             raise CheckpointingException(text) from error
         if not isinstance(found, Mapping):
             raise CheckpointingException(f"{source} has a {type(found).__name__}, not a dict")
