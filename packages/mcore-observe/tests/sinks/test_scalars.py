@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mcore.observe.loss_totals import add_step
 from mcore.observe.sinks.scalars import (
@@ -9,9 +11,11 @@ from mcore.observe.sinks.scalars import (
     Scalars,
     as_number,
     one_number,
+    only_numbers,
     plain_numbers,
     read_scalars,
 )
+from rank_testing import run_ranks
 
 
 @pytest.mark.usefixtures("on_each_device")
@@ -125,3 +129,20 @@ def test_tensors_of_a_device_are_read_with_one_wait():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert read_scalars(values) == {i: float(i) for i in range(12)}
+
+
+def read_losses_of_a_mesh() -> tuple[float, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole, partial = (
+        DTensor.from_local(torch.tensor(2.5), mesh, [placement])
+        for placement in (Replicate(), Partial())
+    )
+    totals = {}
+    for _ in range(2):
+        add_step(totals, only_numbers({"whole": whole, "partial": partial}), skipped=False)
+    return float(totals["whole"]), "partial" in totals
+
+
+def test_a_dtensor_is_a_loss_only_if_each_rank_has_it_whole():
+    # A sum over the ranks would need a collective, which not all ranks may reach.
+    assert run_ranks(read_losses_of_a_mesh, 2) == [(5.0, False)] * 2

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from mcore.observe.rank_logging import warn_once
+from mcore.tensor.dtensor import is_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def is_one_number(value: object) -> bool:
     """Return whether a value is a number, or a readable real tensor of one element."""
     if isinstance(value, torch.Tensor):
         is_plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        return value.numel() == 1 and is_plain and not value.is_complex()
+        is_real = not value.is_complex() and not is_dtensor(value)
+        return value.numel() == 1 and is_plain and is_real
     if type(value) is int:
         return abs(value) <= _LARGEST
     return isinstance(value, bool) or as_number(value) is not None
@@ -45,10 +47,13 @@ def is_one_number(value: object) -> bool:
 def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
     """Return a value that is one number. Others give None, with one WARNING for each name.
 
-    Tensors are returned as they are. A NumPy array of one element becomes its number.
+    Tensors are returned as they are, a DTensor that every rank has whole as its plain tensor. A
+    NumPy array of one element becomes its number.
     """
     if value is None or is_one_number(value):
         return value
+    if is_dtensor(value) and all(place.is_replicate() for place in value.placements):
+        return one_number(name, value.to_local(), warns=warns)
     if not isinstance(value, torch.Tensor) and getattr(value, "size", None) == 1:
         found = value.item() if callable(getattr(value, "item", None)) else None
         if found is not None and is_one_number(found):
