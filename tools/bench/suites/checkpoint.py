@@ -1,4 +1,4 @@
-"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk; replicas' hashes.
+"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk. Hashes of replicas.
 
 - A save is synced to disk before its rename, and every byte of it has a checksum. A load compares
   the checksums while it copies, or with ``verify="before"`` in a separate pass before it changes a

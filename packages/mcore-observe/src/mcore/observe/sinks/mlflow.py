@@ -375,7 +375,7 @@ class MlflowRun(TrackerRun[MlflowConnection]):
 def _send_params(connection: MlflowConnection, params: Mapping[str, str]) -> None:
     from mlflow.entities import Param
 
-    # MLflow refuses some names, and a name that comes twice.
+    # MLflow refuses some names, and repeated names.
     named = {sanitize_metric_name(key): value[:_MAX_PARAM_LENGTH] for key, value in params.items()}
     entities = [Param(name, value) for name, value in named.items()]
     for start in range(0, len(entities), _PARAMS_PER_BATCH):
