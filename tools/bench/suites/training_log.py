@@ -2,6 +2,10 @@
 
 - Both write to MLflow on SQLite. Total work is the sum over the training thread and the background
   thread, which sends between steps of 20 ms. The other two rows are medians.
+- The training thread encodes the values for the local spool, 50 us for 64 of them, so a kill loses
+  none. An earlier version encoded in another thread: 130 us a step with 12 metrics.
+- With one loss, the addition in float64 is 7 of 18 us of CPU time. Checks of names, values and
+  intervals are most of the rest.
 - A step without output costs more than bare sums if there is one loss, and less if there are many.
   The sums also read the learning rate twice, and on a GPU each read waits.
 """

@@ -320,13 +320,13 @@ def test_an_interrupt_tells_of_what_is_written(
     for name in names:
         (tmp_path / name).write_text("from megatron.core.utils import get_pg_size as n\nn()\n")
 
-    def written_then_interrupted(result: Result) -> Result:
-        done = written(result)
+    def write_interrupted(result: Result) -> Result:
         if result.path.name == names[1]:
-            signal.raise_signal(signal.SIGINT)
-        return done
+            signal.raise_signal(signal.SIGINT)  # delivered once the file is written
+        return written(result)
 
-    monkeypatch.setattr("mcore_migrate.__main__.written", written_then_interrupted)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" lets tests ignore it
+    monkeypatch.setattr("mcore_migrate.__main__.written", write_interrupted)
     assert main([str(tmp_path)]) == 130
     done, error = capsys.readouterr()
     assert [name for name in names if f"{name}:2: get_pg_size: no group" in done] == [*names[:2]]
