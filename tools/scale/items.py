@@ -124,7 +124,7 @@ def straggler(meter: Meter) -> None:
     """The report with the verdict on each rank, and the server's answers, on rank 0.
 
     `/metrics` formats a line of text for each rank and metric, 0.6 kB a rank. With `ranks=all` it
-    is 1.4 kB: 182 MB of 131,072 ranks, which gzip packs to 17 MB. Two fifths of the time are gzip's.
+    is 1.4 kB: 182 MB of 131,072 ranks, packed to 17 MB. Two fifths of the time are gzip's.
     """
     state = ControllerState(rank=0, world_size=meter.ranks, enabled=True)
     router = Router(state, token=None, allow_get_toggle=False)

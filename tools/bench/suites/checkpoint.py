@@ -6,7 +6,7 @@
 - Files on disk: the page cache is emptied of them for all sides. The disk's speed varies from hour
   to hour. A save was 0.75 to 1.4 times as fast as the stock save, synced, in many runs.
 - One rank reads a manifest, each parses it. The limit is 2 s. Most of the time is that of ``json``,
-  line by line, since all lines at once need ten times the memory. The rest makes columns of numbers.
+  line by line, since all lines at once need ten times the memory. The rest makes columns.
 - megatron-core's hash check calls ``.cuda()``, which does nothing here. The gain beyond the CPU
   time is due to hashing on all idle cores.
 """

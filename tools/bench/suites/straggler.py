@@ -5,8 +5,8 @@
 - Reports run on gloo ranks of one machine, with one range of each kind. On two CPUs the ratio with
   four ranks varies from 3 to 7. On 16384 simulated ranks all messages arrive at once.
 - A report of ours also judges each rank by its last 20 reports, which the peer does not. Of the
-  1.2 ms with two ranks that is 0.45 ms on each rank. An earlier version without a model of the noise
-  took 0.76 ms in the same hour, 1.24 times as fast as the peer. Since then the times of all sections
+  1.2 ms with two ranks that is 0.45 ms on each rank. An earlier version without a model of noise
+  took 0.76 ms in the same hour, 1.24 times as fast as the peer. Since then the times of sections
   are judged at once, few values without torch, and the noise only of ranks that seem slow.
 """
 
