@@ -35,8 +35,10 @@ def to_torch(
     """Write a checkpoint as one file for ``torch.load``, with whole tensors in host memory.
 
     Without communication: call it on one rank. The file has the dicts and lists that were saved. As
-    with torch's converter, a dict of the keys 0, 1, ... becomes a list and an empty dict is left
-    out. The file appears in one step, when it is on storage. No code in the checkpoint is run.
+    with torch's converter, a dict of the keys 0, 1, ... becomes a list, other keys become text, and
+    an empty dict or list is left out, also as an element of a list. So the state of an optimizer is
+    not one for its ``load_state_dict``: :func:`load_training_state` loads it from the checkpoint.
+    The file appears in one step, when it is on storage. No code in the checkpoint is run.
 
     Args:
         path: The checkpoint, or its URL. It may be one of torch.distributed.checkpoint.
