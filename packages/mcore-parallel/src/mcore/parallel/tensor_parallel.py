@@ -133,9 +133,12 @@ def param_is_not_tensor_parallel_duplicate(
         >>> param_is_not_tensor_parallel_duplicate(torch.nn.Parameter(torch.empty(2)))
         True
     """
-    if _read(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(param):
-        return True
-    is_expert = _read(param, "allreduce", True) is False
+    is_expert = False
+    # A parameter without attributes has no mark: quicker than to look for each of them.
+    if type(param) is not torch.nn.Parameter or vars(param):
+        if _read(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(param):
+            return True
+        is_expert = _read(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
     return get_pg_rank(group_or_default(group, "expt_tp" if is_expert else "tp")) == 0
 
