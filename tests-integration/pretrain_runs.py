@@ -41,7 +41,7 @@ from rank_testing import preload, run_ranks
 from rank_testing.programs import Entry, run_program
 from rank_testing.scripts import Script
 
-preload(*SLOW_IMPORTS)
+preload(*SLOW_IMPORTS, "layouts.text_in_memory")
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")

@@ -25,7 +25,7 @@ from pretrain.settings import Settings
 from rank_testing import RankFailure, preload, run_ranks
 from results.machine import describe_machine, join_facts, timestamp
 
-preload("layouts.cell")
+preload("layouts.cell", "layouts.text_in_memory")
 
 _AT_ONCE = 6  # combinations whose checkpoints are kept until all have been loaded
 _IN_A_WORLD = 12  # more would leave too many process groups behind

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+# Until the tests start: few of the many objects that imports make are garbage.
+gc.disable()
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
@@ -68,8 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude everything imported so far from garbage collections, which many tests trigger."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:

@@ -76,6 +76,7 @@ def main(request: Request, connection: Connection) -> NoReturn:
     """
     os.setpgid(0, 0)
     gc.freeze()  # the modules of the fork server are no garbage, and there are many
+    gc.enable()
     _redirect_output(request.path("output"))
     with open(request.path("stack"), "a") as stack_file:
         _end_with_parent(request.folder)

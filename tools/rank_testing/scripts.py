@@ -173,11 +173,13 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     exit status: the server itself may be busy with the next request.
     """
     before = set(sys.modules)
+    gc.disable()  # few of the many objects that imports make are garbage
     atexit.register(lambda: _keep_modules(loaded))  # first, so it is called last
     for name in modules:
         with contextlib.suppress(ImportError):
             __import__(name)
     loaded = sys.modules.keys() - before
+    gc.enable()
     gc.freeze()  # else the end of a script collects all of it, which takes longer than the script
     with socket.socket(fileno=descriptor) as requests:
         while True:

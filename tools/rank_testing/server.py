@@ -44,7 +44,8 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    context.set_forkserver_preload([*list_script_modules(), *_PRELOADED, *used])
+    modules = ["rank_testing.quick_imports", *list_script_modules(), *_PRELOADED, *used]
+    context.set_forkserver_preload(modules)
     with _set_variables(make_server_environment()):
         forkserver.ensure_running()
     return context

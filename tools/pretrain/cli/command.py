@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -48,6 +49,7 @@ def _start_ranks(argv: list[str]) -> int:
         folder = make_run_folder(path, trusted=request.trust_run)
     from pretrain.cli.launch import launch
 
+    gc.enable()
     return launch(_hand_over(argv, request.mlflow_uri), request, folder)
 
 
@@ -65,6 +67,8 @@ def _run_rank_process(argv: list[str]) -> int:
         _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.rank import run_rank
 
+    gc.freeze()  # collections during the training leave out the modules
+    gc.enable()
     return run_rank(request)
 
 
