@@ -66,7 +66,7 @@ def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path
     env = beginning_with(HALTING, tmp_path)
     nodes = [
         subprocess.Popen(
-            [*words, "--train-iters", "100"], cwd=tmp_path, env=env, text=True,
+            [*words, "--train-iters", "12"], cwd=tmp_path, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for _ in range(2)
@@ -81,7 +81,7 @@ def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], printed
-    assert len(losses_of(folder.path)) == 100
+    assert len(losses_of(folder.path)) == 12
     assert "failed (exitcode: -9)" in "".join(printed)
 
 
