@@ -28,10 +28,6 @@ def compare_replicas() -> Iterable[Row]:
         yield _compare_hashing(peer, name, torch.float32, 4)
 
 
-def _check(model: list[nn.Module]) -> bool:
-    return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
-
-
 def _compare_hashing(
     peer: Callable[..., bool], name: str, dtype: torch.dtype, target: float
 ) -> Row:
@@ -39,7 +35,8 @@ def _compare_hashing(
     model = [_make_model(dtype, 256 << 20)]
     theirs = _record_digests(peer, model)
     is_same = list(param_hashes(model, bit_exact=False).values()) == theirs
-    calls = partial(_check, model), partial(peer, model, True)
+    ours = partial(check_param_hashes_across_dp_replicas, model, True, dp_group=dist.group.WORLD)
+    calls = ours, partial(peer, model, True)
     ours_cpu_s, peer_cpu_s = map(cpu_seconds, calls)
     return compare(
         f"check 256 MiB of {dtype}, raw bytes", calls[0], name, calls[1], target,

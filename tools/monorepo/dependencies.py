@@ -22,6 +22,7 @@ _NAMESPACES = {"megatron": ["megatron-core"]}
 # which no index has.
 _WITHOUT_DISTRIBUTION = ("annotationlib", "_typeshed", "fused_weight_gradient_mlp_cuda")
 _BY_NAME = ("import_module", "__import__")
+_list_installed = functools.cache(importlib.metadata.packages_distributions)
 
 
 class ImportedName(NamedTuple):
@@ -107,11 +108,6 @@ def find_providers(workspace: Workspace, package: Distribution, name: str) -> li
     found = _list_installed().get(top) or _NAMESPACES.get(top) or [top]
     facades = [{library} for module, library in _FACADES.items() if _is_within(name, module)]
     return [{canonicalize_name(one) for one in found}, *facades]
-
-
-@functools.cache
-def _list_installed() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
 
 
 def _is_within(name: str, module: str) -> bool:

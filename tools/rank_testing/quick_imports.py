@@ -1,5 +1,5 @@
-"""The first import of the fork server: few of the many objects that imports make are garbage."""
+"""The first import of each server: few of the many objects that imports make are garbage."""
 
 import gc
 
-gc.disable()  # each rank enables it
+gc.disable()  # each process that a server forks enables it

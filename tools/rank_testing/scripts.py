@@ -173,7 +173,6 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     exit status: the server itself may be busy with the next request.
     """
     before = set(sys.modules)
-    gc.disable()  # few of the many objects that imports make are garbage
     atexit.register(lambda: _keep_modules(loaded))  # first, so it is called last
     for name in modules:
         with contextlib.suppress(ImportError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Imported once by the fork server and inherited by every rank. None of them starts a thread or
 # touches an accelerator, which a forked rank could not use any more.
-_TORCH = ("torch", "torch.distributed")
+_FIRST = ("rank_testing.quick_imports", "torch", "torch.distributed")
 _PRELOADED = (
     "torch.distributed.tensor",
     # Optimizers, activation checkpoints and DTensors import it on first use, in seconds.
@@ -44,8 +44,7 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    modules = ["rank_testing.quick_imports", *list_script_modules(), *_PRELOADED, *used]
-    context.set_forkserver_preload(modules)
+    context.set_forkserver_preload([*list_script_modules(), *_PRELOADED, *used])
     with _set_variables(make_server_environment()):
         forkserver.ensure_running()
     return context
@@ -53,7 +52,7 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
 
 def list_script_modules() -> list[str]:
     """Return the modules that every process forked for a test has imported."""
-    return [*_TORCH, *_preloaded_for_tests]
+    return [*_FIRST, *_preloaded_for_tests]
 
 
 def make_server_environment() -> dict[str, str]:
