@@ -87,6 +87,10 @@ def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any
     return make(cls, *args, device=device, **kwargs)
 
 
+def _size_of(storage: torch.UntypedStorage) -> int:
+    return _resized.get(storage.data_ptr(), storage.nbytes())
+
+
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     """Free a storage, whose content becomes poison, or allocate a freed one again."""
     if storage.device.type != NAME:
@@ -102,10 +106,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-STORAGE = {
-    "__new__": _new_storage, "resize_": _resize,
-    "size": lambda storage: _resized.get(storage.data_ptr(), storage.nbytes()),
-}  # fmt: skip
+STORAGE = {"__new__": _new_storage, "resize_": _resize, "size": _size_of}
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
