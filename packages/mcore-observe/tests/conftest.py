@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -30,6 +33,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from mcore.observe.sinks.trackers import TRACKERS
 from mcore.observe.straggler.exchange import GatheredRows, row_length
 from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
@@ -75,6 +79,78 @@ def hide_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(importlib.metadata, "distribution", distribution)
 
     return hide
+
+
+# What holds after imports in a new interpreter. Each part imports the package anew: without torch,
+# with it, all names at once, a name of each module as the first one, and a module by its path.
+IMPORTS = """
+import gc, json, os, signal, sys, threading
+optional, facts = set(json.loads(sys.argv[1])), {}
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mcore"]:
+        del sys.modules[name]
+
+def started():
+    kept = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return [threading.active_count(), sys.excepthook is sys.__excepthook__, kept]
+
+import mcore.observe
+facts["without torch"] = {
+    "version": mcore.observe.__version__,
+    "dir": dir(mcore.observe),
+    "loaded": sorted({"torch", "numpy", *optional} & sys.modules.keys()),
+    "started": started(),
+}
+timers = mcore.observe.Timers
+facts["without torch"]["loads torch"] = "torch" in sys.modules
+forget()
+before = set(sys.modules)
+import mcore.observe
+facts["with torch"] = {
+    "loaded": sorted(optional & sys.modules.keys() - (before & {"pynvml"})),
+    "started": started(),
+    "initialized": [torch.is_initialized() for torch in (
+        sys.modules["torch.distributed"], sys.modules["torch.cuda"]
+    )],
+    "server": sorted(name for name in sys.modules if ".straggler.server." in name),
+    "one detector": mcore.observe.__straggler__ is mcore.observe.StragglerDetector(),
+    "configured": mcore.observe.__straggler__.configured,
+}
+forget()
+names = {}
+exec("from mcore.observe import *", names)
+import mcore.observe
+facts["not starred"] = sorted(set(mcore.observe.__all__) - names.keys())
+facts["submodule"] = mcore.observe.runs.show.__name__
+forget()
+import mcore.observe
+gc.freeze()
+facts["not first"] = []
+for name in {module: name for name, module in mcore.observe._MODULE_OF.items()}.values():
+    if (child := os.fork()) == 0:
+        os._exit(not hasattr(mcore.observe, name))
+    if os.waitpid(child, 0)[1]:
+        facts["not first"].append(name)
+forget()
+import mcore.observe.training_log.log
+import mcore.observe
+from mcore.observe import training_log
+facts["function"] = [callable(training_log), mcore.observe.training_log is training_log]
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="session")
+def imports() -> dict[str, Any]:
+    """Facts about imports in one new interpreter, for tests of the group "imports"."""
+    optional = {spec.module.partition(".")[0] for spec in TRACKERS} - {"torch"}
+    optional |= {"tensorboard", "pynvml", "nvtx"}
+    assert optional >= {"mlflow", "wandb", "comet_ml"}
+    command = [sys.executable, "-c", IMPORTS, json.dumps(sorted(optional))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="session")
