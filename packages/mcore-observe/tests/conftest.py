@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -38,7 +39,7 @@ from mcore.observe.straggler.exchange import GatheredRows, row_length
 from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
-from rank_testing.scripts import Script
+from rank_testing.scripts import Script, run_script
 from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -217,11 +218,40 @@ cli(sys.argv[1:], prog_name="mlflow")
 """
 
 
+EMPTY = """
+import sys
+from mlflow.tracking import MlflowClient
+MlflowClient(f"sqlite:///{sys.argv[1]}").search_experiments(max_results=1)
+"""
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """Makes an empty database as a copy of one that MLflow made, and returns its address."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    empty = shared / "empty-mlflow.db"
+
+    def make(path: Path) -> str:
+        with open(f"{empty}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not empty.exists():
+                quiet = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+                done = run_script(EMPTY, f"{empty}.part", env=os.environ | quiet, timeout_s=300)
+                assert done.returncode == 0, done.stderr
+                os.rename(f"{empty}.part", empty)
+        shutil.copyfile(empty, path)
+        return f"sqlite:///{path}"
+
+    return make
+
+
 class Server:
     """``mlflow server`` with one worker and a database of its own."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, database):
+        self.folder, self.database = folder, database
         self.port = free_port()
         self.script = None
 
@@ -230,7 +260,7 @@ class Server:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{self.folder}/mlflow.db",
+            "--backend-store-uri": self.database,
             "--default-artifact-root": str(self.folder / "artifacts"),
         }
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -267,12 +297,14 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def tracking_server() -> Iterator[Callable[[Path], Server]]:
+def tracking_server(
+    mlflow_database: Callable[[Path], str],
+) -> Iterator[Callable[[Path], Server]]:
     """Makes a server in a folder, which is started and killed by hand, and at the end anyway."""
     with contextlib.ExitStack() as made:
 
         def make(folder: Path) -> Server:
-            server = Server(folder)
+            server = Server(folder, mlflow_database(folder / "mlflow.db"))
             made.callback(server.kill)
             return server
 
