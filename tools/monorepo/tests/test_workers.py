@@ -54,8 +54,10 @@ def run(
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tools"))
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(workers))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take most of the time
+    plugins = ["-p", "monorepo.workers", *(() if "no:xdist" in arguments else ("-p", "xdist"))]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "monorepo.workers", "-q", *arguments],
+        [sys.executable, "-m", "pytest", *plugins, "-q", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
