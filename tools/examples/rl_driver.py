@@ -59,7 +59,9 @@ def drive(prompts: list[str], workers: int, tp: int) -> list[int]:
         HOST, port, None, True, LIMIT, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     store.set("prompts", json.dumps(prompts))
-    context = multiprocessing.get_context("spawn")  # forked workers would share torch's threads
+    # Forked from this process they would share torch's threads. A server imports torch for all.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.device_mesh"])
     processes = [
         context.Process(target=work, args=(store.port, rank, workers, tp), daemon=True)
         for rank in range(workers)
@@ -70,9 +72,8 @@ def drive(prompts: list[str], workers: int, tp: int) -> list[int]:
         process.join()
     if failed := [rank for rank, process in enumerate(processes) if process.exitcode]:
         raise RuntimeError(f"workers {failed} failed: see their messages above")
-    replicas = workers // tp
     rewards = [0] * len(prompts)
-    for replica in range(replicas):
+    for replica in range(replicas := workers // tp):
         rewards[replica::replicas] = json.loads(store.get(f"rewards of {replica}"))
     return rewards
 

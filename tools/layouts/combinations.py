@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,7 @@ AFTER = 2  # steps of a resumed run: the second step depends on the optimizer's 
 RANKS = (1, 2, 4, 8)
 _CROSSED_UP_TO = 2  # ranks
 _MOST_STAGES = 8  # over all ranks
+_layout_of = operator.attrgetter("layout", "experts", "ep", "fsdp", "hsdp_outer")
 _EXPERTS = 8
 _BATCH = 8
 _SWITCHES = {"sequence_parallel": "sp", "recompute": "recompute", "packed": "packed",
@@ -55,6 +58,7 @@ def held_out(data: str) -> list[Settings]:
     return [Settings(**{**shape, **kind}) for kind in _HELD_OUT]
 
 
+@functools.cache
 def combinations(ranks: int, data: str) -> list[Settings]:
     """The settings of every valid combination on a number of ranks, over a text.
 
@@ -74,12 +78,10 @@ def choose_combinations(ranks: int, data: str) -> list[Settings]:
         return combinations(ranks, data)
     seen: set[tuple[Any, ...]] = set()
     chosen = []
-    for sizes in _list_sizes(ranks):
-        offered = _add_switches(sizes, ranks, data)
-        if offered:
-            best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
-            seen |= meetings(best, 3)
-            chosen.append(best)
+    for _, offered in itertools.groupby(combinations(ranks, data), _layout_of):
+        best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
+        seen |= meetings(best, 3)
+        chosen.append(best)
     return chosen
 
 

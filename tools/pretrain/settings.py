@@ -74,6 +74,8 @@ def _option(
     settings that are not ``kept`` to their defaults. ``derived`` settings are computed from others
     and have no option.
     """
+    if choices:  # a file may have any text
+        limit = Limit(f"one of {', '.join(choices)}", choices.__contains__)
     metadata = {
         "help": help_text, "limit": limit, "fixed": fixed, "kept": kept and not derived,
         "choices": choices, "derived": derived,

@@ -62,8 +62,8 @@ def measure(item: Item, sizes: Sequence[int], *, forks: bool = True) -> list[Cos
     context = multiprocessing.get_context("fork")
     costs = []
     for ranks in sizes:
-        # The memory of one size must not hide the need of the next.
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
+        # The memory of one size must not hide the need of the next, nor that of visited objects.
+        with ProcessPoolExecutor(1, mp_context=context, initializer=gc.freeze) as pool:
             costs += pool.submit(_measure_once, item, ranks).result(_LIMIT_S)
     return costs
 

@@ -108,6 +108,8 @@ class Clocks:
             one for one in self.accesses.get(base, ())
             if one[0] < start or one[1] > end or not (is_write or (one[2] == key and not one[4]))
         ]  # fmt: skip
+        if others and others[-1][1:] == (start, key, number, is_write):  # the part before
+            start = others.pop()[0]
         self.accesses[base] = [*others, (start, end, key, number, is_write)]
 
     def _find_unseen(self, key: Key, tensor: torch.Tensor) -> list[tuple[int, int, bool]]:

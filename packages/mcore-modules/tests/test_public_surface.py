@@ -1,6 +1,7 @@
 """What mcore.modules exports, what importing it leaves alone, and the README's example."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -52,19 +53,43 @@ def test_param_is_not_shared_is_that_of_mcore_tensor():
     assert mcore.modules.param_is_not_shared is mcore.tensor.param_is_not_shared
 
 
-def test_import_initialises_nothing_and_unwrapping_imports_nothing():
-    script = (
-        "import sys, threading, torch, types\n"
-        "import mcore.modules\n"
-        "before = set(sys.modules)\n"
-        "mcore.modules.unwrap_model(types.SimpleNamespace())\n"
-        "assert set(sys.modules) == before, set(sys.modules) - before\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not torch.distributed.is_initialized()\n"
-        "assert threading.active_count() == 1\n"
-        "assert 'transformer_engine' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
+# What one interpreter that raises warnings sees, in the order of its lines.
+FRESH = """
+import json, sys, threading, torch, types
+import mcore.modules
+before = set(sys.modules)
+mcore.modules.unwrap_model(types.SimpleNamespace())
+of_unwrapping = sorted(set(sys.modules) - before)
+state = [
+    torch.cuda.is_initialized(), torch.distributed.is_initialized(), threading.active_count(),
+    "transformer_engine" in sys.modules,
+]
+print(json.dumps([of_unwrapping, state]))
+from mcore.modules.graphs import TEGraphRunner, TorchGraphRunner, resolve_graph_runner
+for device in (torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu")):
+    for impl in ("none", "local", "transformer_engine"):
+        config = types.SimpleNamespace(cuda_graph_impl=impl, fp8="e4m3")
+        resolve_graph_runner(config, device)
+    TorchGraphRunner().is_available(device), TEGraphRunner().is_available(device)
+print(torch.cuda.is_initialized())
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """The outputs of one new interpreter."""
+    no_numpy = "ignore:Failed to initialize NumPy"  # torch says so where numpy is not installed
+    command = [sys.executable, "-W", "error", "-W", no_numpy, "-c", FRESH]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_import_initialises_nothing_and_unwrapping_imports_nothing(fresh):
+    assert json.loads(fresh.stdout.splitlines()[0]) == [[], [False, False, 1, False]], fresh.stderr
+
+
+def test_runners_are_built_and_chosen_without_touching_a_device(fresh):
+    assert fresh.stdout.splitlines()[1:] == ["False"], fresh.stderr
+    assert fresh.returncode == 0, fresh.stderr
 
 
 def test_the_readme_example_runs(capsys):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -30,11 +34,12 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from mcore.observe.sinks.trackers import TRACKERS
 from mcore.observe.straggler.exchange import GatheredRows, row_length
 from mcore.observe.straggler.outliers import PastReports
 from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
-from rank_testing.scripts import Script
+from rank_testing.scripts import Script, run_script
 from standin.plugin import accelerator_fixture, device_fixture, on_each_device  # noqa: F401
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -75,6 +80,78 @@ def hide_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(importlib.metadata, "distribution", distribution)
 
     return hide
+
+
+# What holds after imports in a new interpreter. Each part imports the package anew: without torch,
+# with it, all names at once, a name of each module as the first one, and a module by its path.
+IMPORTS = """
+import gc, json, os, signal, sys, threading
+optional, facts = set(json.loads(sys.argv[1])), {}
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mcore"]:
+        del sys.modules[name]
+
+def started():
+    kept = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return [threading.active_count(), sys.excepthook is sys.__excepthook__, kept]
+
+import mcore.observe
+facts["without torch"] = {
+    "version": mcore.observe.__version__,
+    "dir": dir(mcore.observe),
+    "loaded": sorted({"torch", "numpy", *optional} & sys.modules.keys()),
+    "started": started(),
+}
+timers = mcore.observe.Timers
+facts["without torch"]["loads torch"] = "torch" in sys.modules
+forget()
+before = set(sys.modules)
+import mcore.observe
+facts["with torch"] = {
+    "loaded": sorted(optional & sys.modules.keys() - (before & {"pynvml"})),
+    "started": started(),
+    "initialized": [torch.is_initialized() for torch in (
+        sys.modules["torch.distributed"], sys.modules["torch.cuda"]
+    )],
+    "server": sorted(name for name in sys.modules if ".straggler.server." in name),
+    "one detector": mcore.observe.__straggler__ is mcore.observe.StragglerDetector(),
+    "configured": mcore.observe.__straggler__.configured,
+}
+forget()
+names = {}
+exec("from mcore.observe import *", names)
+import mcore.observe
+facts["not starred"] = sorted(set(mcore.observe.__all__) - names.keys())
+facts["submodule"] = mcore.observe.runs.show.__name__
+forget()
+import mcore.observe
+gc.freeze()
+facts["not first"] = []
+for name in {module: name for name, module in mcore.observe._MODULE_OF.items()}.values():
+    if (child := os.fork()) == 0:
+        os._exit(not hasattr(mcore.observe, name))
+    if os.waitpid(child, 0)[1]:
+        facts["not first"].append(name)
+forget()
+import mcore.observe.training_log.log
+import mcore.observe
+from mcore.observe import training_log
+facts["function"] = [callable(training_log), mcore.observe.training_log is training_log]
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="session")
+def imports() -> dict[str, Any]:
+    """Facts about imports in one new interpreter, for tests of the group "imports"."""
+    optional = {spec.module.partition(".")[0] for spec in TRACKERS} - {"torch"}
+    optional |= {"tensorboard", "pynvml", "nvtx"}
+    assert optional >= {"mlflow", "wandb", "comet_ml"}
+    command = [sys.executable, "-c", IMPORTS, json.dumps(sorted(optional))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="session")
@@ -141,11 +218,40 @@ cli(sys.argv[1:], prog_name="mlflow")
 """
 
 
+EMPTY = """
+import sys
+from mlflow.tracking import MlflowClient
+MlflowClient(f"sqlite:///{sys.argv[1]}").search_experiments(max_results=1)
+"""
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """Makes an empty database as a copy of one that MLflow made, and returns its address."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    empty = shared / "empty-mlflow.db"
+
+    def make(path: Path) -> str:
+        with open(f"{empty}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not empty.exists():
+                quiet = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+                done = run_script(EMPTY, f"{empty}.part", env=os.environ | quiet, timeout_s=300)
+                assert done.returncode == 0, done.stderr
+                os.rename(f"{empty}.part", empty)
+        shutil.copyfile(empty, path)
+        return f"sqlite:///{path}"
+
+    return make
+
+
 class Server:
     """``mlflow server`` with one worker and a database of its own."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, database):
+        self.folder, self.database = folder, database
         self.port = free_port()
         self.script = None
 
@@ -154,7 +260,7 @@ class Server:
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{self.folder}/mlflow.db",
+            "--backend-store-uri": self.database,
             "--default-artifact-root": str(self.folder / "artifacts"),
         }
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -191,12 +297,14 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def tracking_server() -> Iterator[Callable[[Path], Server]]:
+def tracking_server(
+    mlflow_database: Callable[[Path], str],
+) -> Iterator[Callable[[Path], Server]]:
     """Makes a server in a folder, which is started and killed by hand, and at the end anyway."""
     with contextlib.ExitStack() as made:
 
         def make(folder: Path) -> Server:
-            server = Server(folder)
+            server = Server(folder, mlflow_database(folder / "mlflow.db"))
             made.callback(server.kill)
             return server
 

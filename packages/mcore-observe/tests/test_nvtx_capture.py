@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from rank_testing.scripts import run_script
 
 PROGRAM = """
 import asyncio
@@ -54,11 +55,6 @@ def test_what_a_profiler_receives(backend, expected, tmp_path):
     """Real NVTX calls of a real build: names, nesting, overlapping lives, colours, switching."""
     library, source = tmp_path / "injection.so", Path(__file__).with_name("nvtx_injection.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=300)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(backend=backend)],
-        env={**os.environ, "NVTX_INJECTION64_PATH": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(library)}
+    done = run_script(PROGRAM.format(backend=backend), env=environment, timeout_s=600)
     assert done.stdout == expected, done.stderr

@@ -1,7 +1,5 @@
 import ast
 import inspect
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,60 +40,27 @@ def test_names_are_loaded_from_the_modules_that_type_checkers_see():
         assert getattr(package, name) is getattr(sys.modules[module], name), name
 
 
-def run_python(code):
-    """Run code in a new process and return the JSON that it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.mark.xdist_group("imports")
+def test_import_loads_no_torch_until_a_name_needs_it(imports):
+    found = imports["without torch"]
+    assert (found["version"], found["loaded"]) == (mcore.observe.__version__, [])
+    assert found["loads torch"]
+    assert set(mcore.observe.__all__) <= set(found["dir"])
 
 
-def test_import_loads_no_torch_until_a_name_needs_it():
-    code = (
-        "import json, sys\n"
-        "import mcore.observe\n"
-        "names = dir(mcore.observe)\n"
-        "before = sorted({'torch', 'numpy'} & sys.modules.keys())\n"
-        "timers = mcore.observe.Timers\n"
-        "print(json.dumps([mcore.observe.__version__, before, 'torch' in sys.modules, names]))\n"
-    )
-    version, before, after, names = run_python(code)
-    assert (version, before, after) == (mcore.observe.__version__, [], True)
-    assert set(mcore.observe.__all__) <= set(names)
+@pytest.mark.xdist_group("imports")
+def test_a_name_of_every_module_can_be_the_first(imports):
+    assert imports["not first"] == []
 
 
-def test_a_name_of_every_module_can_be_the_first():
-    code = (
-        "import json, os, sys\n"
-        "import mcore.observe, torch\n"
-        "failed = []\n"
-        "first = {module: name for name, module in mcore.observe._MODULE_OF.items()}\n"
-        "for name in first.values():\n"
-        "    if (child := os.fork()) == 0:\n"
-        "        os._exit(not hasattr(mcore.observe, name))\n"
-        "    if os.waitpid(child, 0)[1]:\n"
-        "        failed.append(name)\n"
-        "print(json.dumps(failed))\n"
-    )
-    assert run_python(code) == []
+@pytest.mark.xdist_group("imports")
+def test_star_import_brings_all_names_and_submodules_are_attributes(imports):
+    assert (imports["not starred"], imports["submodule"]) == ([], "show")
 
 
-def test_star_import_brings_all_names_and_submodules_are_attributes():
-    code = (
-        "import json\nfrom mcore.observe import *\nnames = set(globals())\n"
-        "import mcore.observe\n"
-        "missing = sorted(set(mcore.observe.__all__) - names)\n"
-        "print(json.dumps([missing, mcore.observe.runs.show.__name__]))\n"
-    )
-    assert run_python(code) == [[], "show"]
-
-
-def test_training_log_is_the_function_after_an_import_of_its_module():
-    code = (
-        "import json\nimport mcore.observe.training_log.log\n"
-        "import mcore.observe\nfrom mcore.observe import training_log\n"
-        "print(json.dumps([callable(training_log), mcore.observe.training_log is training_log]))\n"
-    )
-    assert run_python(code) == [True, True]
+@pytest.mark.xdist_group("imports")
+def test_training_log_is_the_function_after_an_import_of_its_module(imports):
+    assert imports["function"] == [True, True]
 
 
 def test_shared_flag_is_the_one_of_the_tensor_package():

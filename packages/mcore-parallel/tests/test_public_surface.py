@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import mcore.parallel
 from mcore.parallel import checkpoint, process_groups, regions, replicas, rng, wgrad
+from rank_testing import preload
+from rank_testing.scripts import run_script
+
+preload("torch.distributed.checkpoint")
 
 README = Path(__file__).parents[1] / "README.md"
 
 IMPORT_AND_LOOK = """
-import random, sys, threading
+import json, random, sys, threading
 import numpy, torch
 before = torch.get_rng_state(), random.getstate(), threading.active_count()
 import mcore.parallel
@@ -29,8 +35,20 @@ assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
 assert mcore.parallel.get_default_process_groups() is None
 optional = ("apex", "einops", "fused_weight_gradient_mlp_cuda", "transformer_engine")
-print([name for name in optional if name in sys.modules])
+heavy = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp")
+found = [[name for name in names if name in sys.modules] for names in (optional, heavy)]
+mcore.parallel.checkpoint.ShardedSavePlanner
+print(json.dumps([*found, "torch.distributed.checkpoint" in sys.modules]))
 """
+
+
+@pytest.fixture(scope="module")
+def facts() -> Any:
+    """The loaded modules in a new interpreter."""
+    command = [sys.executable, "-c", IMPORT_AND_LOOK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -89,16 +107,20 @@ def test_names_of_groups_are_exported() -> None:
     } <= set(mcore.parallel.__all__)
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+def test_importing_initialises_nothing_and_needs_no_optional_library(facts: Any) -> None:
+    assert facts[0] == []
+
+
+def test_torchs_checkpoints_are_imported_at_first_use(facts: Any) -> None:
+    assert facts[1:] == [[], True]
+
+
+def print_of(code: str) -> str:
+    """The output of code in a process that has torch loaded, but nothing of this package."""
+    forget = "[sys.modules.pop(one) for one in [*sys.modules] if one.partition('.')[0] == 'mcore']"
+    done = run_script(f"import sys; {forget}\n{code}")
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_importing_initialises_nothing_and_needs_no_optional_library() -> None:
-    assert run_python(IMPORT_AND_LOOK) == "[]\n"
 
 
 WITHOUT_DISTRIBUTED = """
@@ -122,7 +144,7 @@ print("answered")
 
 
 def test_a_torch_without_distributed_gets_the_answers_of_one_process() -> None:
-    assert run_python(WITHOUT_DISTRIBUTED) == "answered\n"
+    assert print_of(WITHOUT_DISTRIBUTED) == "answered\n"
 
 
 def test_readme_examples_print_what_the_readme_says() -> None:
@@ -130,7 +152,7 @@ def test_readme_examples_print_what_the_readme_says() -> None:
     languages, blocks = [language for language, _ in found], [text for _, text in found]
     assert languages == ["python", "text"] * (len(found) // 2)
     assert all(len(list(filter(None, code.splitlines()))) <= 10 for code in blocks[::2])
-    assert run_python("\n".join(blocks[::2])) == "".join(blocks[1::2])
+    assert print_of("\n".join(blocks[::2])) == "".join(blocks[1::2])
 
 
 def test_readme_is_short_and_names_what_exists() -> None:

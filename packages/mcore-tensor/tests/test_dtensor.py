@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -33,19 +31,6 @@ def test_nothing_shared_among_plain_tensors():
     assert resolve_data_parallel_group([]) is None
 
 
-def test_plain_tensors_do_not_import_dtensor():
-    program = (
-        "import sys, torch\n"
-        "from mcore.tensor import *\n"
-        "t = torch.ones(2)\n"
-        "to_local_if_dtensor(t), get_full_tensor_if_necessary(t), is_dtensor(t)\n"
-        "get_data_parallel_group_if_dtensor(t), resolve_data_parallel_group([t])\n"
-        "local_multi_tensor_l2_norm(1, None, [[t]], True)\n"
-        "sys.exit('torch.distributed.tensor' in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=600).returncode == 0
-
-
 def mesh(*shape, names=None):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -76,23 +61,33 @@ def full_if_necessary(length, mesh_shape, where):
     return result.tolist(), communication.get_total_counts() > 0
 
 
-@pytest.mark.parametrize(
-    ("length", "mesh_shape", "where", "expected"),
-    [
-        (8, (4,), "S0", [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        (5, (4,), "S0", [[0, 1, 2, 3, 4]] * 4),
-        (3, (4,), "S0", [[0, 1, 2]] * 4),
-        (2, (2, 2), "S0 S0", [[0, 1]] * 4),
-        (3, (2, 2), "S0 S0", [[0, 1, 2]] * 4),
-        (2, (4,), "R", [[0, 1]] * 4),
-        (0, (4,), "S0", [[]] * 4),
-    ],
-)
-def test_full_where_a_rank_would_be_empty(length, mesh_shape, where, expected):
-    results = run_ranks(full_if_necessary, 4, length, mesh_shape, where)
-    assert [values for values, _ in results] == expected
+FULL = [
+    (8, (4,), "S0", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    (5, (4,), "S0", [[0, 1, 2, 3, 4]] * 4),
+    (3, (4,), "S0", [[0, 1, 2]] * 4),
+    (2, (2, 2), "S0 S0", [[0, 1]] * 4),
+    (3, (2, 2), "S0 S0", [[0, 1, 2]] * 4),
+    (2, (4,), "R", [[0, 1]] * 4),
+    (0, (4,), "S0", [[]] * 4),
+]
+
+
+def all_full_if_necessary():
+    return [full_if_necessary(*arguments) for *arguments, _ in FULL]
+
+
+@pytest.fixture(scope="module")
+def full():
+    """The results of all ranks in each case."""
+    return [*zip(*run_ranks(all_full_if_necessary, 4), strict=True)]
+
+
+@pytest.mark.parametrize("case", range(len(FULL)), ids=lambda case: "-".join(map(str, FULL[case])))
+def test_full_where_a_rank_would_be_empty(full, case):
+    length, _, where, expected = FULL[case]
+    assert [values for values, _ in full[case]] == expected
     communicated = length > 0 and where != "R" and len(expected[0]) == length
-    assert [communicates for _, communicates in results] == [communicated] * 4
+    assert [communicates for _, communicates in full[case]] == [communicated] * 4
 
 
 def always_local():

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rank_testing.scripts import run_script
+
 DRIVER = Path(__file__).parents[1] / "rl_driver.py"
+RUN = "import runpy, sys; sys.argv[:1] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
 # A module that is None cannot be imported, like Megatron-LM on a node without a GPU.
 LOADED = """
 import json, sys
@@ -20,25 +23,23 @@ print(json.dumps([len(before), sorted(set(sys.modules) - before), torch.cuda.is_
 """
 
 
-def run_python(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300
-    )
+WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_workers_score_every_prompt_and_the_driver_needs_no_group() -> None:
     prompts = ["ab", "xyz", "q"]
-    ended = run_python(str(DRIVER), "--workers", "4", "--tp", "2", *prompts)
+    words = [str(DRIVER), "--workers", "4", "--tp", "2", *prompts]
+    ended = run_script(RUN, *words, env=WITHOUT_GPU, timeout_s=300)
     assert ended.returncode == 0, ended.stderr
     first, *lines = ended.stdout.splitlines()
     assert first.endswith("ProcessGroups(empty)")
     assert lines == ["ab: 195", "xyz: 363", "q: 113"]
-    assert run_python(str(DRIVER), "--workers", "3", "--tp", "2").returncode == 2
+    assert run_script(RUN, str(DRIVER), "--workers", "3", "--tp", "2").returncode == 2
 
 
 def test_the_driver_loads_few_modules_in_addition_to_torch() -> None:
-    ended = run_python("-c", LOADED)
+    words = [sys.executable, "-c", LOADED]
+    ended = subprocess.run(words, env=WITHOUT_GPU, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     num_before, loaded, has_cuda = json.loads(ended.stdout)
     assert not has_cuda

@@ -24,8 +24,7 @@ import os, pathlib, pytest
 HERE = pathlib.Path(__file__)
 
 def leave_worker(kind, number):
-    file = HERE.with_name(f"{kind}-{HERE.stem}-{number}")
-    file.write_text(os.environ["PYTEST_XDIST_WORKER"])
+    HERE.with_name(f"{kind}-{HERE.stem}-{number}").write_text(os.environ["PYTEST_XDIST_WORKER"])
 
 @pytest.mark.xdist_group("one")
 @pytest.mark.parametrize("number", range(4))
@@ -33,16 +32,14 @@ def test_grouped(number):
     leave_worker("grouped", number)
 
 @pytest.fixture(scope="module")
-def shared():
-    return None
+def shared(): pass
 
 @pytest.mark.parametrize("number", range(4))
 def test_sharing(number, shared):
     leave_worker("sharing", number)
 
 @pytest.mark.parametrize("number", range(4))
-def test_alone(number):
-    pass
+def test_alone(number): pass
 """
 
 
@@ -54,8 +51,10 @@ def run(
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tools"))
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(workers))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take most of the time
+    plugins = ["-p", "monorepo.workers", *(() if "no:xdist" in arguments else ("-p", "xdist"))]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "monorepo.workers", "-q", *arguments],
+        [sys.executable, "-m", "pytest", *plugins, "-q", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -90,13 +89,8 @@ def test_groups_and_tests_that_share_a_fixture_stay_on_one_worker(
 
 
 FAILING = """
-import pytest
-
-def test_fails():
-    assert False
-
-def test_fails_too():
-    assert False
+def test_fails(): assert False
+def test_fails_too(): assert False
 """
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from pretrain.settings import Limit, Settings, SlowRank, format_flag
+from pretrain.settings import Settings, SlowRank, format_flag
 from pretrain.usage import UsageError
 
 _DEFAULTS = Settings()
+_LIMITS = [(one.name, one.metadata["limit"]) for one in dataclasses.fields(Settings)]
 _CONFLICTS = (
     ("mtp", "value_head", "which has no output head over tokens"),
     ("mtp", "packed", "in which the token after the next may belong to another document"),
@@ -59,12 +60,9 @@ def _refuse(is_wrong: object, problem: str, remedy: str = "remove one of the two
 
 
 def _check_limits(settings: Settings) -> None:
-    for field in dataclasses.fields(settings):
-        value, limit = getattr(settings, field.name), field.metadata["limit"]
-        if choices := field.metadata["choices"]:  # a file may have any text
-            limit = Limit(f"one of {', '.join(choices)}", choices.__contains__)
-        if limit is not None and not limit.holds(value):
-            raise UsageError(f"{format_flag(field.name)} must be {limit.words}, got {value}")
+    for name, limit in _LIMITS:
+        if limit and not limit.holds(value := getattr(settings, name)):
+            raise UsageError(f"{format_flag(name)} must be {limit.words}, got {value}")
 
 
 def _check_shape(settings: Settings) -> None:

@@ -25,7 +25,7 @@ def test_an_item_measures_work_with_a_right_result(name: str) -> None:
 def test_real_ranks_leave_nothing_behind_and_every_phase_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "CYCLES", 3)
+    monkeypatch.setattr(processes, "CYCLES", 2)
     costs = measure(processes.real_ranks, [8], forks=False)
     assert len(costs) == 7  # phases
     assert all(cost.seconds > 0 for cost in costs)

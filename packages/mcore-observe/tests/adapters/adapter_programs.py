@@ -1,10 +1,11 @@
-"""Trainers of other libraries with their adapters: ``python adapter_programs.py FOLDER PORTS``.
+"""Trainers of other libraries with their adapters, for ``test_adapters``, which calls ``main``.
 
 The libraries are loaded once; each scenario is a fork, or two that are the ranks of a job. What it
 prints goes to ``NAME.RANK.txt``, what it returns to ``NAME.RANK.json``.
 """
 
 import contextlib
+import ctypes
 import doctest
 import gc
 import json
@@ -28,6 +29,7 @@ from mcore.observe.adapters import transformers as for_transformers
 
 SLOW_S = 0.003  # the second rank's forward pass takes at least as long
 WAIT_S = 0.05
+LIBRARIES = {}  # all modules that were loaded before the first fork, but for those of the package
 QUICK = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -545,6 +547,16 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+def keep_libraries():
+    """Keep the libraries out of the teardown of a fork, which takes longer than its scenario."""
+    for name in LIBRARIES:
+        sys.modules.pop(name, None)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(LIBRARIES))
+    if sys.platform == "linux":  # nor does torch take back each of its operators
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
+
+
 def be_a_rank(scenario, folder, index, size, port):
     """Run a scenario in a fork; the interpreter's end is part of it."""
     name = f"{scenario.__name__}.{index}"
@@ -569,6 +581,8 @@ def main(folder, ports):
         if doctest.testmod(module).failed:
             return 1
     gc.freeze()  # else the end of each child collects what the libraries made, in two seconds
+    ours = ("mcore", "sys", "builtins", "__main__")
+    LIBRARIES.update({n: m for n, m in sys.modules.items() if n.partition(".")[0] not in ours})
     children = {}
     for scenario, port in zip(SCENARIOS, ports, strict=True):
         size = SCENARIOS[scenario]
@@ -582,7 +596,3 @@ def main(folder, ports):
     for name in failed:
         sys.stderr.write(f"--- {name}\n{(folder / f'{name}.txt').read_text()[-4000:]}")
     return len(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -3,8 +3,6 @@
 import csv
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from mcore.observe.runs import Run
 from rank_testing import free_port
+from rank_testing.scripts import run_script
 from standin.guard import find_problem
 
 pytestmark = [
@@ -19,18 +18,24 @@ pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="torchtitan needs Python 3.11"),
 ]
 
+# The trainers import some libraries where they are installed, in seconds. No scenario uses them.
+PROGRAM = """
+import atexit, pathlib, sys
+sys.modules.update(dict.fromkeys(("comet_ml", "datasets", "peft", "s3fs", "torchao")))
+sys.path.insert(0, sys.argv[1])
+atexit.register(lambda: adapter_programs.keep_libraries())  # first, so it is called last
+import adapter_programs
+sys.exit(adapter_programs.main(pathlib.Path.cwd(), sys.argv[2:]))
+"""
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """The folder in which all programs have run."""
     folder = tmp_path_factory.mktemp("adapters")
     ports = [str(port) for port in {free_port() for _ in range(40)}][:13]
-    program = Path(__file__).with_name("adapter_programs.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder), *ports],
-        cwd=folder, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )  # fmt: skip
+    here = str(Path(__file__).parent)
+    done = run_script(PROGRAM, here, *ports, cwd=folder, timeout_s=600)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -13,7 +13,7 @@ from rank_testing.scripts import run_script
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 
 pytestmark = [
-    pytest.mark.slow,  # a fresh database takes MLflow seconds
+    pytest.mark.slow,  # MLflow takes seconds to import
     pytest.mark.needs("mlflow"),
 ]
 
@@ -28,8 +28,8 @@ def open_mlflow(*names, **options):
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+def uri(tmp_path_factory, mlflow_database):
+    return mlflow_database(tmp_path_factory.mktemp("mlflow") / "mlflow.db")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from mcore.observe import (
 from mcore.observe.sinks.mlflow import _TIMEOUT_S
 from rank_testing import preload
 
-preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 pytestmark = [
     pytest.mark.slow,  # a server takes seconds to start, and it starts twice
     pytest.mark.needs("mlflow"),

@@ -251,9 +251,9 @@ def test_event_files_hold_the_documented_tags(make_state, log_step, tmp_path):
 
 
 @pytest.mark.slow
-def test_mlflow_holds_every_metric_after_close(make_state, log_step, tmp_path):
+def test_mlflow_holds_every_metric_after_close(make_state, log_step, tmp_path, request):
     tracking = pytest.importorskip("mlflow.tracking")
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = request.getfixturevalue("mlflow_database")(tmp_path / "mlflow.db")
     state = make_state(
         step=0,
         tensorboard_log_interval=1,

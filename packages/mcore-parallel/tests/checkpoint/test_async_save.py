@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,11 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.planning import staging
 from mcore.tensor.device import current_device
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
+from rank_testing.scripts import run_script
 from standin.plugin import NCCL
+
+preload("torch.distributed.checkpoint")
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Any]:
@@ -222,8 +223,7 @@ save_sharded_state_dict({"w": shard}, sys.argv[1], async_=True)
 
 
 def test_the_interpreter_waits_for_a_save_that_nobody_waits_for(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "step_1")]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    run_script(SCRIPT, str(tmp_path / "step_1")).check_returncode()
     assert is_complete_checkpoint(tmp_path / "step_1")
 
 

@@ -119,7 +119,8 @@ def killed_at_calls(folder: str, async_: bool) -> dict[str, int]:
     root, stores = Path(folder) / "checkpoints", Path(folder) / "stores"
     root.mkdir()
     stores.mkdir()
-    save_sharded_state_dict(state_of(0, 0) | {"w": 0}, stores / "imports what forks need then")
+    state = {"w": torch.ones(1), "step": 0}
+    save_sharded_state_dict(state, stores / "imports and tries what forks need then")
     assert save_in_forks(root, stores / "undisturbed", 1, async_, {}) == [SAVED, SAVED]
     found = {"published": 0, "left behind": 0, "other rank refused": 0}
     for victim in range(2):

@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -38,6 +36,7 @@ from mcore.parallel import (
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_destroyed
 from rank_testing import run_ranks
+from rank_testing.scripts import run_script
 
 
 def threads_and_files(most: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -328,8 +327,5 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads under /proc")
 def test_no_thread_of_a_destroyed_world_is_left_when_python_ends() -> None:
-    program = LEAVE_A_DESTROYED_WORLD
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
+    ended = run_script(LEAVE_A_DESTROYED_WORLD)
     assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr

@@ -95,10 +95,12 @@ def test_an_address_of_the_folder_gets_metrics_but_no_credentials(tmp_path, stra
 
 @pytest.mark.slow
 @pytest.mark.needs("mlflow")
-def test_the_environment_decides_before_the_folder(tmp_path, stranger, home, monkeypatch, capsys):
+def test_the_environment_decides_before_the_folder(
+    tmp_path, stranger, home, monkeypatch, capsys, mlflow_database
+):
     uri = f"http://127.0.0.1:{stranger.server_address[1]}"
     make_run(tmp_path / "run", uri)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mine.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database(tmp_path / "mine.db"))
     assert main(["replay", str(tmp_path / "run")]) == 0
     assert stranger.received == []
     out = capsys.readouterr().out
@@ -155,7 +157,7 @@ def test_a_folder_has_nothing_of_the_process_sent(tracker, tmp_path, offline):
 
 @pytest.mark.slow
 @pytest.mark.needs("mlflow")
-def test_hostile_lines_are_skipped_with_one_line(tmp_path, home, caplog, capsys):
+def test_hostile_lines_are_skipped_with_one_line(tmp_path, home, caplog, capsys, mlflow_database):
     entry = {"number": 2, "step": 2, "time_ms": 5, "metrics": {"lm loss": 2.0}}
     hostile = [
         json.dumps({"arrived": [[10**13, 1]]}),  # less than nothing
@@ -169,7 +171,7 @@ def test_hostile_lines_are_skipped_with_one_line(tmp_path, home, caplog, capsys)
         "[" * 100_000 + "]" * 100_000,
         '{"metrics":' * 100_000,
     ]
-    uri = f"sqlite:///{tmp_path}/m.db"
+    uri = mlflow_database(tmp_path / "m.db")
     path = make_run(tmp_path / "run", uri, lines=[*hostile, json.dumps(entry)])
     began = time.thread_time()
     assert sorted(read_spool(path).entries) == [1, 2]

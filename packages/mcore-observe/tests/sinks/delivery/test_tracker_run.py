@@ -24,7 +24,7 @@ from rank_testing import preload
 from rank_testing.scripts import Script, run_script
 
 preload("mcore.observe", "torch.utils.tensorboard")
-preload("mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
+preload("mlflow.store.tracking.sqlalchemy_store")
 
 pytestmark = [
     pytest.mark.xdist_group("sinks_away"),  # one worker makes the runs

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.__main__ import main
+from rank_testing.scripts import run_script
 
 LIMITED = """
 import resource, sys
@@ -120,15 +119,10 @@ def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_lack_of_memory_is_no_damage(tmp_path: Path) -> None:
-    value = torch.zeros(50 << 20)
+    value = torch.zeros(32 << 20)
     save_sharded_state_dict({"w": value}, tmp_path / "step_1")
     paths = [str(tmp_path / "step_1"), str(tmp_path / "one.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "to-torch", *paths],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(LIMITED, "to-torch", *paths)
     assert done.returncode == 2
     assert done.stderr.startswith("error: out of memory: ")
     assert os.listdir(tmp_path) == ["step_1"]

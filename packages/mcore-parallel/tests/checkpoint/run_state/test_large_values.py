@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,10 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import Index
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
+from rank_testing.scripts import run_script
+
+preload("torch.distributed.checkpoint")
 
 COUNT = 700_000  # elements: more than two MiB, so that two ranks write parts
 
@@ -95,8 +96,7 @@ print((saved - before) / size, (peak() - saved) / size)
 def test_the_memory_is_a_small_part_of_the_tensors(tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():
         pytest.skip("the peak of the memory is read from /proc")
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_script(MEASURE, str(tmp_path))
     saved, loaded = map(float, done.stdout.split())
     assert saved < 0.05
     assert loaded < 0.05

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,10 @@ from mcore.parallel.checkpoint import (
     save_training_state,
 )
 from mcore.parallel.checkpoint.files.directory import incomplete_sibling
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
+from rank_testing.scripts import run_script
+
+preload("torch.distributed.checkpoint")
 
 
 def linear(value: float = 0.0) -> torch.nn.Linear:
@@ -85,8 +86,8 @@ class WrittenWhileAnotherRunSaves:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         [self.unfinished] = [name for name in names(self.root) if name.startswith(".step_2.")]
-        command = [sys.executable, "-c", ANOTHER_RUN, str(self.root)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        done = run_script(ANOTHER_RUN, str(self.root))
+        done.check_returncode()
         self.log = done.stderr
         return dict, ()
 

@@ -290,7 +290,7 @@ class _Noise:
 
     def measure_windows(self, size: int) -> float:
         """Return the standard deviation of the mean of ``size`` values."""
-        sigmas = [self.sigma / math.sqrt(size), self._measure_lasting()]
+        sigmas = [self.sigma / math.sqrt(size), self._lasting_sigma]
         means = self._average(size, until=size)
         for lag in (size, *_LAGS):
             if len(means) >= 2 * lag:
@@ -303,14 +303,14 @@ class _Noise:
         """Return the standard deviation of the mean of ``size`` values minus that of earlier."""
         sigma = self.sigma * math.sqrt(1 / size + 1 / _NUM_EARLIER)
         later, earlier = self._average(size, until=size), self._average(_NUM_EARLIER, until=size)
-        num = len(later) - _NUM_EARLIER
-        if num <= _NUM_EARLIER:
+        if (num := len(later) - _NUM_EARLIER) <= _NUM_EARLIER:
             return sigma
         change = later[-num:] - earlier[-num - size : -size]
         return max(sigma, *(self._factor * measure_deviation(change, share) for share in _SHARES))
 
-    def _measure_lasting(self) -> float:
-        """Return the standard deviation of noise that lasts for several reports, or 0.0.
+    @functools.cached_property
+    def _lasting_sigma(self) -> float:
+        """The standard deviation of noise that lasts for several reports, or 0.0.
 
         Values of such noise differ more, the more reports are between them. It may last for longer
         than the first reports, so their growth is continued.
@@ -416,7 +416,7 @@ def _push(kept: torch.Tensor, values: torch.Tensor, known: torch.Tensor) -> torc
 
 def measure_deviation(values: torch.Tensor, share: float) -> float:
     """Return the standard deviation of values around 0, from the smallest ``share`` of them."""
-    known = values[values.isfinite()].abs()
+    known = (values.flatten() if is_finite(values) else values[values.isfinite()]).abs()
     if not len(known):
         return 0.0
     within = known.kthvalue(1 + int(share * (len(known) - 1))).values.item()
