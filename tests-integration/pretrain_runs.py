@@ -61,9 +61,11 @@ ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
 """
 # Forks the ranks of a launcher, a module that is run with the words that follow.
 _LAUNCHER = """
-import os, pathlib, runpy, sys
+import inspect, os, pathlib, runpy, sys
 here, begin, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
 os.setsid()
+for name in ("<string>", "<frozen runpy>"):  # torch's launcher looks for it in every module
+    inspect.modulesbyfile[os.path.abspath(name)] = "__main__"
 sys.path.append(here)
 from forked_ranks import fork_ranks
 fork_ranks(begin, pathlib.Path(f"ranks-{os.getpid()}"))
