@@ -41,9 +41,10 @@ from rank_testing import preload, run_ranks
 from rank_testing.programs import Entry, run_program
 from rank_testing.scripts import Script
 
-preload(*SLOW_IMPORTS, "layouts.text_in_memory")
+preload(*SLOW_IMPORTS, "torch.distributed.checkpoint", "layouts.text_in_memory")
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
+HERE = Path(__file__).resolve().parent
+TOOLS = HERE.parent / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")
 PASSWORD = "open-sesame-7"
 TINY = shlex.split(
@@ -52,13 +53,31 @@ TINY = shlex.split(
 )
 # Steps until a signal comes, most of which is sleep: others need the cores. Busy ones are slow.
 ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:60", "--grace-s", "300")
-# Read by every Python that has its folder in the path: ranks give MLflow all the time it needs.
-_PATIENT_RANKS = """
-import os
-if "RANK" in os.environ:
-    from pretrain.cli import ending
-    from pretrain.watch import mlflow_run
-    ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
+# Ranks give MLflow all the time it needs.
+_PATIENT = """
+from pretrain.cli import ending
+from pretrain.watch import mlflow_run
+ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
+"""
+# Forks the ranks of a launcher, a module that is run with the words that follow.
+_LAUNCHER = """
+import inspect, os, pathlib, runpy, sys
+here, begin, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
+os.setsid()
+for name in ("<string>", "<frozen runpy>"):  # torch's launcher looks for it in every module
+    inspect.modulesbyfile[os.path.abspath(name)] = "__main__"
+sys.path.append(here)
+from forked_ranks import fork_ranks
+fork_ranks(begin, pathlib.Path(f"ranks-{os.getpid()}"))
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+# The same in a launcher that is a new Python.
+_NEW_LAUNCHER = """
+import os, sys
+if "RANK" not in os.environ and sys.orig_argv[1].endswith("/torchrun"):
+    sys.path.append({here!r})
+    from forked_ranks import fork_ranks
+    fork_ranks()
 """
 Curves = dict[str, dict[int, float]]
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
@@ -161,15 +180,26 @@ def command(cwd: Path, *arguments: str, timeout_s: float = 600) -> subprocess.Co
     )  # fmt: skip
 
 
+def launcher(
+    cwd: Path, module: str, *arguments: str, begin: str = "", env: dict[str, str] | None = None
+) -> Script:
+    """Start ``python -m module`` in ``cwd``, which leads a process group and forks its ranks.
+
+    Args:
+        cwd: its folder.
+        module: the job's launcher, or torch's.
+        *arguments: its command line.
+        begin: code that each rank executes first.
+        env: its variables.
+    """
+    words = (str(HERE), begin, module, *arguments)
+    return Script(_LAUNCHER, *words, cwd=cwd, env=env or environment())
+
+
 @contextlib.contextmanager
 def started(cwd: Path, *arguments: str, patient: bool = False) -> Iterator[Script]:
-    """Start the real launcher, which leads a process group and starts real ranks; then end it."""
-    code = (
-        "import os, runpy, sys; os.setsid(); sys.argv[0] = 'pretrain'; "
-        "runpy.run_module('pretrain', run_name='__main__', alter_sys=True)"
-    )
-    env = beginning_with(_PATIENT_RANKS, cwd) if patient else environment()
-    job = Script(code, *arguments, cwd=cwd, env=env)
+    """Start the job's launcher, which leads a process group and forks its ranks; then end it."""
+    job = launcher(cwd, "pretrain", *arguments, begin=_PATIENT if patient else "")
     try:
         yield job
     finally:
@@ -183,22 +213,23 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(TOOLS), "PATH": scripts}
 
 
-def beginning_with(code: str, folder: Path) -> dict[str, str]:
-    """The environment of a user whose every Python runs some code first."""
+def forking(folder: Path) -> dict[str, str]:
+    """The environment of a user whose torchrun forks its ranks."""
     (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(code)
+    (folder / "site" / "sitecustomize.py").write_text(_NEW_LAUNCHER.format(here=str(HERE)))
     return {**environment(), "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(TOOLS)])}
 
 
-def ranks_below(pid: int) -> dict[int, int]:
+def ranks_of(job: Script, cwd: Path) -> list[dict[str, Any]]:
+    """The ranks that a launcher has started: ``pid``, ``words`` and a few variables as ``env``."""
+    path = cwd / f"ranks-{job.pid}"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def ranks_below(job: Script, cwd: Path) -> dict[int, int]:
     """Process of each rank that a launcher has started."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for item in Path(f"/proc/{child}/environ").read_bytes().decode().split("\0"):
-                if item.startswith("RANK="):
-                    found[int(item.removeprefix("RANK="))] = int(child)
-    return found
+    return {int(rank["env"]["RANK"]): rank["pid"] for rank in ranks_of(job, cwd)}
 
 
 def wait_until(condition: Callable[[], Any], *, every_s: float = 0.05) -> None:

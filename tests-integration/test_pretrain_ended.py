@@ -50,7 +50,7 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
     with started(tmp_path, *words, patient=True) as job:
         wait_until(lambda: folder.mlflow_facts.exists() and metrics_in(folder) > 0)
         wait_until(lambda: any(folder.checkpoints.glob("step_*")))
-        below, ranks = processes_below(job.pid), ranks_below(job.pid)
+        below, ranks = processes_below(job.pid), ranks_below(job, tmp_path)
         if saves == SAVING:
             incomplete = ".step_*.incomplete-*"
             wait_until(lambda: any(folder.checkpoints.glob(incomplete)), every_s=0.001)

@@ -29,6 +29,7 @@ from pretrain_runs import (
     losses_of,
     pretrain,
     ranks_below,
+    ranks_of,
     records_of,
     started,
     wait_until,
@@ -64,11 +65,9 @@ def training(folder: Path) -> Iterator[Script]:
         yield job
 
 
-def variable_of(job: Script, name: str) -> str:
+def variable_of(job: Script, folder: Path, name: str) -> str:
     """A variable with which the launcher has started a rank."""
-    pid = next(iter(ranks_below(job.pid).values()))
-    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(one.partition("=")[::2] for one in variables)[name]
+    return str(ranks_of(job, folder)[0]["env"][name])
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
@@ -95,7 +94,7 @@ def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
     """It opens nothing on the network, no neighbour runs code in it, no second job continues it."""
     marker, folder = tmp_path / "owned", RunFolder(tmp_path / "run")
     with training(tmp_path) as job:
-        ranks = ranks_below(job.pid)
+        ranks = ranks_below(job, tmp_path)
         pids = [job.pid, *ranks.values()]
         assert len(pids) == 3
         found = {pid: listening(pid) for pid in pids}
@@ -103,13 +102,13 @@ def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
         opened = set().union(*found.values())
         # 127.0.0.1 alone: gloo's connections and the controller of the straggler detector.
         assert {address for address, _ in opened} == {"0100007F"}
-        run_id = variable_of(job, "TORCHELASTIC_RUN_ID")
+        run_id = variable_of(job, tmp_path, "TORCHELASTIC_RUN_ID")
         attacks = [Script(ATTACK, str(port), run_id, str(marker)) for _, port in opened]
         time.sleep(PATIENCE_S)
         assert not any("accepted" in one.printed for one in attacks)
         for one in attacks:
             one.send(signal.SIGKILL)
-        private = Path(variable_of(job, PRIVATE_FOLDER))
+        private = Path(variable_of(job, tmp_path, PRIVATE_FOLDER))
         assert private.stat().st_mode & 0o777 == 0o700
         refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
         before = len(records_of(folder.path))
@@ -138,8 +137,8 @@ def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank_claim_or_temporary_folder(tmp_path: Path) -> None:
     with training(tmp_path) as job:
-        ranks = ranks_below(job.pid)
-        private = Path(variable_of(job, PRIVATE_FOLDER))
+        ranks = ranks_below(job, tmp_path)
+        private = Path(variable_of(job, tmp_path, PRIVATE_FOLDER))
         assert (private / "ranks").exists()
         job.send(signal.SIGKILL)
         wait_until(lambda: not private.exists())
@@ -151,9 +150,9 @@ def test_a_killed_launcher_leaves_no_rank_claim_or_temporary_folder(tmp_path: Pa
 @pytest.mark.slow
 def test_ranks_whose_launcher_dies_while_they_start_do_not_train(tmp_path: Path) -> None:
     with started(tmp_path, *WORDS) as job:
-        wait_until(lambda: len(ranks_below(job.pid)) == 2, every_s=0.01)
-        private = Path(variable_of(job, PRIVATE_FOLDER))
-        ranks = ranks_below(job.pid).values()
+        wait_until(lambda: len(ranks_below(job, tmp_path)) == 2, every_s=0.01)
+        private = Path(variable_of(job, tmp_path, PRIVATE_FOLDER))
+        ranks = ranks_below(job, tmp_path).values()
         job.send(signal.SIGKILL)
         job.wait()
         for rank in ranks:

@@ -32,7 +32,7 @@ from pretrain_runs import (
     assert_no_password,
     losses_of,
     pretrain,
-    ranks_below,
+    ranks_of,
     records_of,
     started,
     train_on_ranks,
@@ -226,7 +226,7 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
     ) as job:  # fmt: skip
         job.wait_until_printed("/ui\n", timeout_s=600)
         assert f"straggler detector: http://127.0.0.1:{port}/ui" in job.printed.splitlines()
-        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_below(job.pid).values()]
+        lines = [rank["words"] for rank in ranks_of(job, tmp_path)]
         address = f"http://127.0.0.1:{port}"
         report = json.loads(answer_of(address, "/report", lambda text: True))
         assert report["world_size"] == 2
@@ -244,7 +244,7 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
         done = job.wait(600)
     assert done.returncode == 130
     assert len(lines) == 2
-    assert all("run" in line and PASSWORD not in line for line in lines)
+    assert all("run" in line and PASSWORD not in " ".join(line) for line in lines)
     assert_no_password(tmp_path, done)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import re
 import shlex
@@ -28,7 +29,7 @@ from pretrain.run_folder import RunFolder
 from pretrain_runs import (
     TINY,
     TOOLS,
-    beginning_with,
+    launcher,
     losses_of,
     pretrain,
     ranks_below,
@@ -41,10 +42,16 @@ GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
 def guide_line(port: int) -> list[str]:
-    """The words of the guide's torchrun command, for one rank a node, this host and a free port."""
+    """The words of the guide's command, for one rank a node, this host and a free port.
+
+    The first is the module of ``torchrun``.
+    """
     [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
     here = line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}")
-    return shlex.split(here.replace("--nproc-per-node 2", "--nproc-per-node 1"))
+    name, *words = shlex.split(here.replace("--nproc-per-node 2", "--nproc-per-node 1"))
+    [program] = importlib.metadata.entry_points(group="console_scripts", name=name)
+    assert program.attr == "main"
+    return [program.module, *words]
 
 
 # A rank that saves its second checkpoint waits for a file, or it could be done before it is killed.
@@ -54,8 +61,7 @@ def wait(event, facts):
     if event == "open" and "step_00000006" in str(facts[0]):
         while not os.path.exists("killed"):
             time.sleep(0.05)
-if "RANK" in os.environ:
-    sys.addaudithook(wait)
+sys.addaudithook(wait)
 """
 
 
@@ -63,26 +69,21 @@ if "RANK" in os.environ:
 def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
     words = [*guide_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
-    env = beginning_with(HALTING, tmp_path)
-    nodes = [
-        subprocess.Popen(
-            [*words, "--train-iters", "12"], cwd=tmp_path, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    words += ["--train-iters", "12"]
+    nodes = [launcher(tmp_path, *words, begin=HALTING) for _ in range(2)]
     try:
-        wait_until(lambda: has_checkpoint(folder) or nodes[0].poll() is not None)
-        for pid in ranks_below(nodes[1].pid).values():  # so that only this node counts a restart
+        wait_until(lambda: has_checkpoint(folder) or not nodes[0].is_running)
+        # Only this node counts a restart.
+        for pid in ranks_below(nodes[1], tmp_path).values():
             os.kill(pid, signal.SIGKILL)
         (tmp_path / "killed").touch()
-        printed = [node.communicate(timeout=600)[0] for node in nodes]
+        done = [node.wait(600) for node in nodes]
     finally:
         for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], printed
+            node.send(signal.SIGKILL)
+    assert [node.returncode for node in done] == [0, 0], done
     assert len(losses_of(folder.path)) == 12
-    assert "failed (exitcode: -9)" in "".join(printed)
+    assert "failed (exitcode: -9)" in "".join(node.stderr for node in done)
 
 
 KILLED_ONCE = """
@@ -106,11 +107,8 @@ def test_a_restart_by_torchrun_does_not_reset_the_text_a_second_time(tmp_path: P
     shutil.copytree(tmp_path / "run", tmp_path / "undisturbed")
     words = ["--reset-data", "--data", "other", "--train-iters", "12", "--save-interval", "2"]
     assert pretrain(tmp_path, "--resume", "undisturbed", *words).returncode == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    done = subprocess.run(
-        [*torchrun, "-m", "pretrain", "--resume", "run", *words], cwd=tmp_path, timeout=600,
-        env=beginning_with(KILLED_ONCE, tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    torchrun = ("torch.distributed.run", "--standalone", "--max-restarts=1", "-m", "pretrain")
+    done = launcher(tmp_path, *torchrun, "--resume", "run", *words, begin=KILLED_ONCE).wait(600)
     assert done.returncode == 0, done.stderr
     assert "failed (exitcode: -9)" in done.stderr
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")

@@ -11,7 +11,6 @@ from pretrain.model.gpt import GPT, put_value_head
 from pretrain.model.randomness import ParameterInit
 from pretrain.model.stages import ModelChunks, stages_of_rank
 from pretrain.optim.adamw import TrainingOptimizer
-from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
 from pretrain.optim.main_weights import MainWeightOptimizer
 from pretrain.settings import Settings
 
@@ -47,6 +46,9 @@ def build_optimizer(
     """The optimizer of the model. With ``--fsdp`` shards the model. Collective on the world."""
     if not settings.fsdp:
         return MainWeightOptimizer(model, groups, settings)
+    # Imports torch's FSDP, which takes a second.
+    from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
+
     index = sharding_index(groups, settings.hsdp_outer)
     shard_model(model, index, bf16=settings.bf16)
     return FullyShardedOptimizer(model, groups, index, settings)

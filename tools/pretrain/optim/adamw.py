@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.optim.adamw import adamw
 
 from mcore.parallel import get_pg_size, param_is_not_tensor_parallel_duplicate
 from mcore.parallel.checkpoint import ShardedTensor
@@ -68,46 +69,48 @@ class TrainingOptimizer(Protocol):
 
 
 class AdamW:
-    """``torch.optim.AdamW`` over given weights. Decays weights of two or more dimensions."""
+    """``torch.optim.AdamW`` over given weights. Decays weights of two or more dimensions.
+
+    Calls torch's function: its class imports the compiler, which takes a second at every start.
+    """
 
     def __init__(self, weights: Sequence[torch.nn.Parameter], settings: Settings) -> None:
-        self.weights = weights
-        matrices = [weight for weight in weights if weight.dim() >= 2]
-        others = [weight for weight in weights if weight.dim() < 2]
-        groups: list[dict[str, Any]]
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
-            weight_decay=settings.weight_decay, fused=True,
-        )  # fmt: skip
+        self.weights, self._settings = weights, settings
+        self._state: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
         for weight in weights:
-            moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
+            moments = [torch.zeros_like(weight.detach()) for _ in _MOMENTS]
             # The fused update counts on the weight's device.
-            step = torch.zeros((), device=weight.device)
-            self._adamw.state[weight] = {"step": step, **moments}
+            self._state[weight] = (*moments, torch.zeros((), device=weight.device))
 
     @property
     def updates(self) -> int:
         """Number of updates."""
-        return int(self._adamw.state[self.weights[0]]["step"].item())
+        return int(self._state[self.weights[0]][-1].item())
 
     def set_updates(self, updates: int) -> None:
         """Set the number of updates."""
         for weight in self.weights:
-            self._adamw.state[weight]["step"].fill_(updates)
+            self._state[weight][-1].fill_(updates)
 
+    @torch.no_grad()
     def step(self, learning_rate: float, norm: torch.Tensor) -> None:
         """Update the weights if the norm is finite, as the device decides. Discard gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        vars(self._adamw)["found_inf"] = norm.isfinite().logical_not_().float()
-        self._adamw.step()
-        self._adamw.zero_grad()
+        given, found_inf = self._settings, norm.isfinite().logical_not_().float()
+        updated: list[Any] = [weight for weight in self.weights if weight.grad is not None]
+        for is_matrix, decay in ((True, given.weight_decay), (False, 0.0)):
+            some = [weight for weight in updated if (weight.dim() >= 2) == is_matrix]
+            averages, squares, steps = ([self._state[w][n] for w in some] for n in range(3))
+            adamw(
+                some, [weight.grad for weight in some], averages, squares, [], steps, fused=True,
+                found_inf=found_inf, beta1=given.adam_beta1, beta2=given.adam_beta2, amsgrad=False,
+                lr=learning_rate, eps=given.adam_eps, weight_decay=decay, maximize=False,
+            )  # fmt: skip
+        for weight in updated:
+            weight.grad = None
 
     def moments(self, weight: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each moment of a weight."""
-        for name in _MOMENTS:
-            yield name, self._adamw.state[weight][name]
+        return zip(_MOMENTS, self._state[weight], strict=False)
 
 
 def clip_to_norm(
