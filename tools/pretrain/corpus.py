@@ -168,13 +168,11 @@ def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) 
 
 def standard_library_files() -> list[Path]:
     """Sources of the standard library in sorted order, without tests and installed packages."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     names: list[str] = []
-    for folder, below, files in os.walk(root):
+    for folder, below, files in os.walk(sysconfig.get_path("stdlib")):
         below[:] = [name for name in below if name not in _LEFT_OUT]  # these folders may be large
-        inside = Path(folder).relative_to(root)
-        names += [(inside / name).as_posix() for name in files if name.endswith(".py")]
-    return [root / name for name in sorted(names)]
+        names += [f"{folder}/{name}" for name in files if name.endswith(".py")]
+    return [Path(name) for name in sorted(names)]
 
 
 def require_text(settings: Settings) -> None:
@@ -199,14 +197,15 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
 
     With a ``document_multiple`` each file is a packed document.
     """
-    files = [path.read_bytes() for path in standard_library_files()]
-    data = b"".join(files)
-    text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    data, borders = bytearray(), [0]
+    for path in standard_library_files():
+        data += path.read_bytes()
+        borders.append(len(data))
+    text = torch.frombuffer(data, dtype=torch.uint8)
     split = int(len(data) * (1 - validation_share))
     corpus = Corpus(text[:split], text[split:], zlib.crc32(data))
     if document_multiple:
-        borders = np.cumsum([0, *map(len, files)])
-        return corpus.packed(borders, document_multiple)
+        return corpus.packed(np.array(borders), document_multiple)
     return corpus
 
 
