@@ -166,18 +166,21 @@ def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) 
         check_text(corpus.checksum, resumed)
 
 
-def standard_library_files() -> list[Path]:
+def standard_library_files() -> list[os.DirEntry[str]]:
     """Sources of the standard library in sorted order, without tests and installed packages."""
-    names: list[str] = []
-    for folder, below, files in os.walk(sysconfig.get_path("stdlib")):
-        below[:] = [name for name in below if name not in _LEFT_OUT]  # these folders may be large
-        names += [f"{folder}/{name}" for name in files if name.endswith(".py")]
-    return [Path(name) for name in sorted(names)]
+    folders, found = [sysconfig.get_path("stdlib")], []
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                folders += [entry.path] * (entry.name not in _LEFT_OUT)  # those may be large
+            elif entry.name.endswith(".py"):
+                found.append(entry)
+    return sorted(found, key=lambda entry: entry.path)
 
 
 def require_text(settings: Settings) -> None:
     """Raise UsageError if the built-in text is too short. Reads only the sizes of the files."""
-    total = sum(path.stat().st_size for path in standard_library_files())
+    total = sum(entry.stat().st_size for entry in standard_library_files())
     _split_text("the standard library", total, "bytes", settings)
 
 
@@ -198,8 +201,9 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
     With a ``document_multiple`` each file is a packed document.
     """
     data, borders = bytearray(), [0]
-    for path in standard_library_files():
-        data += path.read_bytes()
+    for entry in standard_library_files():
+        with open(entry, "rb", buffering=0) as file:
+            data += file.readall()
         borders.append(len(data))
     text = torch.frombuffer(data, dtype=torch.uint8)
     split = int(len(data) * (1 - validation_share))
