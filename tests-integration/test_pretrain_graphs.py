@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrain.settings import Settings
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import curve_of, pretrain, train_here, train_on_ranks
+from pretrain_runs import curve_of, pretrain, train_here
+from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
 STEPS = 6
@@ -26,28 +27,42 @@ def train_repeatably_here(settings: Settings, run_dir: str) -> str:
         return train_here(settings, run_dir, kind="cuda")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        Settings(tp=2, dp=1, sequence_parallel=True, micro_batch_size=2, **SMALL),
-        Settings(cp=2, dp=1, bf16=True, **SMALL),
-        Settings(dp=2, untied=True, micro_batch_size=2, **SMALL),
-        Settings(tp=2, dp=1, value_head=True, **SMALL),
-        Settings(tp=2, dp=1, dropout=0.2, sequence_parallel=True, **SMALL),
-    ],
-    ids=["tp2-sequence-parallel", "cp2-bf16", "dp2-untied", "tp2-value-head", "tp2-dropout"],
-)
-def test_losses_are_those_of_the_eager_run_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
-    train_on_ranks(settings, tmp_path / "eager")
-    graphed = dataclasses.replace(settings, cuda_graph="local")
-    printed = train_on_ranks(graphed, tmp_path / "graphs")
-    loss = "value loss" if settings.value_head else "lm loss"
-    for name in (loss, f"{loss} validation"):
-        eager, graphs = (curve_of(tmp_path / run, name) for run in ("eager", "graphs"))
+EAGER = {
+    "tp2-sequence-parallel": Settings(
+        tp=2, dp=1, sequence_parallel=True, micro_batch_size=2, **SMALL
+    ),
+    "cp2-bf16": Settings(cp=2, dp=1, bf16=True, **SMALL),
+    "dp2-untied": Settings(dp=2, untied=True, micro_batch_size=2, **SMALL),
+    "tp2-value-head": Settings(tp=2, dp=1, value_head=True, **SMALL),
+    "tp2-dropout": Settings(tp=2, dp=1, dropout=0.2, sequence_parallel=True, **SMALL),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder of all runs, and what the last rank of each run with graphs has printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    graphed = [
+        (f"{name}/graphs", dataclasses.replace(one, cuda_graph="local"))
+        for name, one in EAGER.items()
+    ]
+    train_all([(f"{name}/eager", one) for name, one in EAGER.items()], folder)
+    printed = train_all(graphed, folder)
+    return folder, dict(zip(EAGER, [of_ranks[-1] for of_ranks in printed], strict=True))
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_losses_are_those_of_the_eager_run_bit_for_bit(
+    name: str, runs: tuple[Path, dict[str, str]]
+) -> None:
+    folder, printed = runs[0] / name, runs[1][name]
+    loss = "value loss" if EAGER[name].value_head else "lm loss"
+    for metric in (loss, f"{loss} validation"):
+        eager, graphs = (curve_of(folder / run, metric) for run in ("eager", "graphs"))
         assert eager == graphs
-    assert list(curve_of(tmp_path / "graphs", loss)) == list(range(1, STEPS + 1))
+    assert list(curve_of(folder / "graphs", loss)) == list(range(1, STEPS + 1))
     # Not eager after all: each layer has its graph, used one micro-batch after the other.
-    assert re.search(r"^graphs +2 for 2 layers, by the eager runner$", printed[-1], re.MULTILINE)
+    assert re.search(r"^graphs +2 for 2 layers, by the eager runner$", printed, re.MULTILINE)
 
 
 @pytest.mark.cuda
@@ -71,9 +86,8 @@ def test_on_a_gpu_losses_are_those_of_the_eager_run(
 def test_a_run_with_dropout_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """The streams that graphs advance are saved and put back."""
     settings = Settings(dp=1, dropout=0.2, cuda_graph="local", **SMALL)
-    train_on_ranks(settings, tmp_path / "whole")
-    train_on_ranks(dataclasses.replace(settings, exit_after=4), tmp_path / "parts")
-    train_on_ranks(settings, tmp_path / "parts", resume=True)
+    halved = dataclasses.replace(settings, exit_after=4)
+    train_all([("whole", settings), ("parts", halved), ("parts", settings)], tmp_path)
     whole, parts = (curve_of(tmp_path / run, "lm loss") for run in ("whole", "parts"))
     assert list(whole) == list(range(1, STEPS + 1))
     assert parts == whole

@@ -18,66 +18,90 @@ from pretrain.model.randomness import seed_streams
 from pretrain.settings import Settings
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curve_of, losses_of, train_on_ranks
+from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
-SMALL: dict[str, Any] = {**BASE, "train_iters": 5}
+SMALL: dict[str, Any] = {**BASE, "dp": 1, "train_iters": 5}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "dp2": {"dp": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+    "cp2-dp2": {"cp": 2, "dp": 2},
+    "tp4": {"tp": 4},
+    "cp4": {"cp": 4},
+    "untied-micro-batches": {"tp": 2, "dp": 2, "untied": True, "micro_batch_size": 2},
+    "padded-vocabulary": {"tp": 3, "hidden_size": 48, "num_attention_heads": 6},
+}
+FSDP: dict[str, Any] = {"fsdp": True, "micro_batch_size": 2}
+SEQUENCE: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+OTHERS: dict[str, dict[str, Any]] = {
+    "fsdp-dp2": {"dp": 2, **FSDP},
+    "fsdp-dp4-outer2": {"dp": 4, "hsdp_outer": 2, **FSDP},
+    "fsdp-tp2-dp2": {"tp": 2, "dp": 2, **FSDP},
+    "fsdp-cp2": {"cp": 2, **FSDP},
+    "sp-tp2": SEQUENCE,
+    "sp-tp4-untied": {**SEQUENCE, "tp": 4, "untied": True},
+    "sp-tp2-cp2": {**SEQUENCE, "cp": 2, "micro_batch_size": 2},
+    "sp-tp2-dp2-fsdp": {**SEQUENCE, "dp": 2, **FSDP},
+    # beyond the table
+    "vpp4": {"pp": 2, "vpp": 4, "num_layers": 8, "micro_batch_size": 1},
+    "odd-length": {"tp": 2, "seq_length": 33},
+    "odd-length-clipped": {**FSDP, "dp": 2, "seq_length": 17, "micro_batch_size": 1,
+                           "clip_grad": 0.02},
+    "pp2-cp2-clipped": {"cp": 2, "pp": 2, "seq_length": 36, "micro_batch_size": 2,
+                        "clip_grad": 0.02},
+}  # fmt: skip
+IN_BF16: dict[str, dict[str, Any]] = {
+    "bf16-tp2": {"tp": 2, "bf16": True},
+    "bf16-sp-tp2": {**SEQUENCE, "bf16": True},
+    "bf16-fsdp": {"dp": 2, "fsdp": True, "bf16": True},
+}
+BY_NAME = {
+    name: Settings(**{**SMALL, **layout}) for name, layout in (LAYOUTS | OTHERS | IN_BF16).items()
+}
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "dp"),
-    [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1)],
-)
-def test_losses_equal_the_plain_model(tp: int, cp: int, dp: int, tmp_path: Path) -> None:
-    settings = Settings(tp=tp, cp=cp, dp=dp, **SMALL)
-    train_on_ranks(settings, tmp_path)
-    losses = losses_of(tmp_path)
-    assert losses[-1] < losses[0] - 0.1
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_all(sorted(BY_NAME.items(), key=lambda job: job[1].world_size), folder)
+    return folder
+
+
+def assert_losses_of_the_plain_model(settings: Settings, run: Path) -> None:
+    """The loss of each step, and the settings that clip have clipped."""
+    losses = losses_of(run)
     assert losses == pytest.approx(plain_losses(settings), rel=2e-5)
+    if settings.clip_grad < 1:
+        assert min(curve_of(run, "grad-norm").values()) > settings.clip_grad
 
 
-def test_losses_equal_the_plain_model_untied_with_micro_batches(tmp_path: Path) -> None:
-    settings = Settings(tp=2, cp=1, dp=2, untied=True, micro_batch_size=2, **SMALL)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_equal_the_plain_model(name: str, runs: Path) -> None:
+    losses = losses_of(runs / name)
+    assert losses[-1] < losses[0] - 0.1
+    assert_losses_of_the_plain_model(BY_NAME[name], runs / name)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_of_other_layouts_equal_the_plain_model(name: str, runs: Path) -> None:
+    assert_losses_of_the_plain_model(BY_NAME[name], runs / name)
+
+
+@pytest.mark.slow
+def test_losses_of_eight_ranks_equal_the_plain_model(tmp_path: Path) -> None:
+    layout = {"tp": 2, "pp": 4, "num_layers": 4, "micro_batch_size": 1}
+    settings = Settings(**{**SMALL, **layout})
     train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
+    assert_losses_of_the_plain_model(settings, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "dp", "outer"),
-    [(1, 1, 2, 1), (1, 1, 4, 2), (2, 1, 2, 1), (1, 2, 1, 1)],
-    ids=["dp2", "dp4-outer2", "tp2-dp2", "cp2"],
-)
-def test_fully_sharded_losses_equal_the_plain_model(
-    tp: int, cp: int, dp: int, outer: int, tmp_path: Path
-) -> None:
-    settings = Settings(
-        tp=tp, cp=cp, dp=dp, fsdp=True, hsdp_outer=outer, micro_batch_size=2, **SMALL
-    )
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("tp", "cp", "dp", "more"),
-    [
-        (2, 1, 1, {}),
-        (4, 1, 1, {"untied": True}),
-        (2, 2, 1, {"micro_batch_size": 2}),
-        (2, 1, 2, {"micro_batch_size": 2, "fsdp": True}),
-    ],
-    ids=["tp2", "tp4-untied", "tp2-cp2", "tp2-dp2-fsdp"],
-)
-def test_sequence_parallel_losses_equal_the_plain_model(
-    tp: int, cp: int, dp: int, more: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = Settings(tp=tp, cp=cp, dp=dp, sequence_parallel=True, **{**SMALL, **more})
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
-
-
-def test_sequence_parallel_bf16_stays_near_fp32(tmp_path: Path) -> None:
-    settings = Settings(tp=2, cp=1, dp=1, bf16=True, sequence_parallel=True, **SMALL)
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-2)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bf16_stays_near_fp32(name: str, runs: Path) -> None:
+    assert losses_of(runs / name) == pytest.approx(plain_losses(BY_NAME[name]), rel=2e-2)
 
 
 def dropped_here(settings: Settings) -> list[bool]:
@@ -97,48 +121,6 @@ def test_residual_dropout_differs_between_tp_ranks_where_their_parts_do(
     settings = Settings(tp=2, dp=1, dropout=0.5, sequence_parallel=sequence_parallel)
     first, second = run_ranks(dropped_here, 2, settings, timeout_s=600)
     assert (first != second) is sequence_parallel
-
-
-def test_fully_sharded_bf16_stays_near_fp32(tmp_path: Path) -> None:
-    settings = Settings(tp=1, cp=1, dp=2, fsdp=True, bf16=True, **SMALL)
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-2)
-
-
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        {"dp": 1, "pp": 2, "vpp": 4, "num_layers": 8, "micro_batch_size": 1},
-        {"dp": 1, "tp": 2, "seq_length": 33},
-        {"dp": 2, "fsdp": True, "seq_length": 17, "micro_batch_size": 1, "clip_grad": 0.02},
-        {"dp": 1, "cp": 2, "pp": 2, "seq_length": 36, "micro_batch_size": 2, "clip_grad": 0.02},
-        pytest.param(
-            {"dp": 1, "tp": 2, "pp": 4, "num_layers": 4, "micro_batch_size": 1},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["vpp4", "odd-length", "odd-length-clipped", "pp2-cp2-clipped", "pp4-tp2"],
-)
-def test_layouts_beyond_the_table_equal_the_plain_model(
-    held_out: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = Settings(**{**SMALL, **held_out})
-    train_on_ranks(settings, tmp_path)
-    if settings.clip_grad < 1:
-        assert min(curve_of(tmp_path, "grad-norm").values()) > settings.clip_grad
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
-
-
-def test_a_padded_vocabulary_changes_nothing(tmp_path: Path) -> None:
-    settings = Settings(tp=3, cp=1, dp=1, **{**SMALL, "hidden_size": 48, "num_attention_heads": 6})
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-5)
-
-
-def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
-    settings = Settings(tp=2, cp=1, dp=1, bf16=True, **SMALL)
-    train_on_ranks(settings, tmp_path)
-    assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-2)
 
 
 def test_no_gradient_of_a_norm_gets_lost_in_bf16() -> None:

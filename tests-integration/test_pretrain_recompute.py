@@ -7,31 +7,35 @@ from typing import Any
 
 import pytest
 
-from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain_runs import SMALL, losses_of, pretrain, train_on_ranks
+from pretrain_runs import SMALL, losses_of, pretrain
+from pretrain_worlds import train_all
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "dp": 1},
+    "tp2-sequence-bf16": {"tp": 2, "dp": 1, "sequence_parallel": True, "bf16": True},
+    "dp2-fsdp": {"dp": 2, "fsdp": True, "micro_batch_size": 2},
+}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tp": 2, "dp": 1},
-        {"tp": 2, "dp": 1, "sequence_parallel": True, "bf16": True},
-        {"dp": 2, "fsdp": True, "micro_batch_size": 2},
-    ],
-    ids=["tp2", "tp2-sequence-bf16", "dp2-fsdp"],
-)
-def test_with_dropout_in_all_streams_nothing_changes(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
-    losses = []
-    for recompute in (False, True):
-        folder = RunFolder(tmp_path / str(recompute))
-        settings = Settings(**SMALL, **layout, dropout=0.3, recompute=recompute)
-        train_on_ranks(settings, folder.path)
-        losses.append(losses_of(folder.path))
-    assert losses[0] == losses[1]
-    assert len(set(losses[0])) == 8
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of each layout."""
+    folder = tmp_path_factory.mktemp("runs")
+    jobs = [
+        (f"{name}/{recompute}", Settings(**SMALL, **layout, dropout=0.3, recompute=recompute))
+        for name, layout in LAYOUTS.items()
+        for recompute in (False, True)
+    ]
+    train_all(jobs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_with_dropout_in_all_streams_nothing_changes(name: str, runs: Path) -> None:
+    kept, recomputed = (losses_of(runs / name / str(recompute)) for recompute in (False, True))
+    assert kept == recomputed
+    assert len(set(kept)) == 8
 
 
 def test_graphs_keep_what_recomputation_does_not(tmp_path: Path) -> None:

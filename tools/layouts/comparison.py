@@ -19,7 +19,7 @@ import torch
 from layouts.cell import Result, Task, do_tasks
 from layouts.combinations import AFTER, RANKS, STEPS, name_of, others
 from layouts.experts import PlainExperts, Routes, RoutingError
-from layouts.reference import PlainGPT, loss_in_parts, train_plain
+from layouts.reference import PlainGPT, loss_in_parts, train_plain, without_layout
 from layouts.table import Reference, Row, compare_load, compare_steps, tolerance_of
 from pretrain.settings import Settings
 from rank_testing import RankFailure, preload, run_ranks
@@ -101,7 +101,7 @@ def _compare_as_routed(
             place: route for one in results for place, route in torch.load(one.routes).items()
         }
         try:
-            reference, ties = _train_routed(_without_layout(settings), routes)
+            reference, ties = _train_routed(without_layout(settings), routes)
         except RoutingError as error:
             row.problems.append(str(error))
             return
@@ -111,14 +111,7 @@ def _compare_as_routed(
 
 def reference_of(settings: Settings) -> Reference:
     """The float64 process that a combination is compared with, computed once."""
-    return _train_reference(_without_layout(settings))
-
-
-def _without_layout(settings: Settings) -> Settings:
-    return dataclasses.replace(
-        settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
-        micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
-    )  # fmt: skip
+    return _train_reference(without_layout(settings))
 
 
 @functools.cache

@@ -166,20 +166,21 @@ def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) 
         check_text(corpus.checksum, resumed)
 
 
-def standard_library_files() -> list[Path]:
+def standard_library_files() -> list[os.DirEntry[str]]:
     """Sources of the standard library in sorted order, without tests and installed packages."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names: list[str] = []
-    for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in _LEFT_OUT]  # these folders may be large
-        inside = Path(folder).relative_to(root)
-        names += [(inside / name).as_posix() for name in files if name.endswith(".py")]
-    return [root / name for name in sorted(names)]
+    folders, found = [sysconfig.get_path("stdlib")], []
+    for folder in folders:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                folders += [entry.path] * (entry.name not in _LEFT_OUT)  # those may be large
+            elif entry.name.endswith(".py"):
+                found.append(entry)
+    return sorted(found, key=lambda entry: entry.path)
 
 
 def require_text(settings: Settings) -> None:
     """Raise UsageError if the built-in text is too short. Reads only the sizes of the files."""
-    total = sum(path.stat().st_size for path in standard_library_files())
+    total = sum(entry.stat().st_size for entry in standard_library_files())
     _split_text("the standard library", total, "bytes", settings)
 
 
@@ -199,14 +200,16 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
 
     With a ``document_multiple`` each file is a packed document.
     """
-    files = [path.read_bytes() for path in standard_library_files()]
-    data = b"".join(files)
-    text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    data, borders = bytearray(), [0]
+    for entry in standard_library_files():
+        with open(entry, "rb", buffering=0) as file:
+            data += file.readall()
+        borders.append(len(data))
+    text = torch.frombuffer(data, dtype=torch.uint8)
     split = int(len(data) * (1 - validation_share))
     corpus = Corpus(text[:split], text[split:], zlib.crc32(data))
     if document_multiple:
-        borders = np.cumsum([0, *map(len, files)])
-        return corpus.packed(borders, document_multiple)
+        return corpus.packed(np.array(borders), document_multiple)
     return corpus
 
 

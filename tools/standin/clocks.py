@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from standin import recording
 from standin.guard import current_index, set_current_index
-from standin.memory import NAME, is_device
+from standin.memory import NAME, is_device, leaves_of
 
 Key = tuple[int, int]  # index of the device, number of the stream
 Tensors = Sequence[torch.Tensor]
@@ -75,7 +74,7 @@ class Clocks:
         for tensor in read:
             self._note(tensor, key, number, is_write=False)
         known = set(map(id, read))
-        made = [one for one in filter(is_device, tree_leaves(result)) if id(one) not in known]
+        made = [one for one in filter(is_device, leaves_of(result)) if id(one) not in known]
         for tensor in (*written, *made):
             self._note(tensor, key, number, is_write=True)
         return result
@@ -84,9 +83,11 @@ class Clocks:
         """Let a stream or the host wait for a view."""
         with self._lock:
             known = self.views[key]
-            known.update({one: max(number, known.get(one, 0)) for one, number in view.items()})
+            known.update([one for one in view.items() if one[1] > known.get(one[0], 0)])
             items = self._pending if key == HOST else ()
             done = [item for item in items if self.has_seen(HOST, *item[:2])]
+        if not done:
+            return
         for _, _, finish in done:
             finish()  # a second thread that needs it waits here for the first
         with self._lock:
@@ -137,8 +138,8 @@ def run_once(work: Callable[[], object]) -> Callable[[], None]:
 def find_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte, and of the first byte after its last."""
     start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=False))
     return start, start + (last + 1) * tensor.element_size()
 
@@ -263,7 +264,7 @@ def resolve(device: Any) -> torch.device:
 def current_stream(device: Any = None) -> Stream:
     """Return the current stream of a device, at first its stream 0."""
     index = resolve(device).index
-    return _current.setdefault(index, Stream(index, number=0))
+    return _current.get(index) or _current.setdefault(index, Stream(index, number=0))
 
 
 def set_stream(stream: Stream) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.nn.attention import SDPBackend
-from torch.utils._pytree import tree_leaves, tree_map
 
 from standin import recording
 from standin.clocks import HOST, POISON, Key, RaceError, clocks, current_stream, find_range
 from standin.generators import default_generators, find_state
 from standin.guard import current_index
-from standin.memory import NAME, is_device, is_pinned, to_device, to_host
+from standin.memory import NAME, is_device, is_pinned, leaves_of, to_device, to_host
 
 # Ops that themselves move tensors between devices.
 _ANY_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "set_", "_foreach_copy_"}
@@ -64,6 +63,7 @@ class Op:
         self.is_pointwise = torch.Tag.pointwise in op.tags or self.name in _NUMBERS
         is_seeded = torch.Tag.nondeterministic_seeded in op.tags
         self.is_random = is_seeded or "generator" in self.types
+        self.absent = [absent for absent in _ABSENT if self.name in absent[0]]
 
 
 describe_op = functools.cache(Op)
@@ -75,9 +75,20 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [one for one in values if isinstance(one, torch.Tensor)]
 
 
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return an argument or a result with each of its tensors changed."""
+    if isinstance(value, (list, tuple)):
+        changed = [map_tensors(change, one) for one in value]
+        return changed if isinstance(value, list) else tuple(changed)
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
 def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
     """Return the device of an op's tensors, None without any. Raises if they have several."""
     tensors = {name: tensors_in(value) for name, value in named.items()}
+    places = {one.device for found in tensors.values() for one in found}
+    if len(places) == 1:
+        return next((place for place in places if place.type == NAME), None)
     if op.name in _ANY_DEVICE:
         rows: list[Any] = []
     elif op.name.startswith("_foreach_"):  # tensors of two places need not share a device
@@ -104,9 +115,9 @@ def _may_be_on_host(op: Op, name: str, tensor: torch.Tensor) -> bool:
 
 def refuse_absent(op: Op, named: dict[str, Any]) -> None:
     """Raise if CUDA has no kernel for an op and its formats."""
-    dtypes = {tensor.dtype for value in named.values() for tensor in tensors_in(value)}
-    for names, formats, kernel in _ABSENT:
-        for dtype in dtypes & formats if op.name in names else ():
+    for _, formats, kernel in op.absent:
+        dtypes = {tensor.dtype for value in named.values() for tensor in tensors_in(value)}
+        for dtype in dtypes & formats:
             title = str(dtype).removeprefix("torch.")
             raise NotImplementedError(f"\"{kernel}\" not implemented for '{title}'")
 
@@ -161,8 +172,8 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
         recording.note("waits", facts.name)
     first: list[Any] = []
 
-    def wrap(leaf: Any) -> Any:
-        if device is None or not isinstance(leaf, torch.Tensor) or is_device(leaf):
+    def wrap(leaf: torch.Tensor) -> torch.Tensor:
+        if device is None or is_device(leaf):
             return leaf
         recording.note("allocations", "allocation")
         # An allocator keeps one pool a stream: work of a former owner is over, or in order.
@@ -172,9 +183,10 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
     def work() -> Any:
         result = _compute(op, facts, named, index)
         if not first:
-            result = tree_map(wrap, result)
-            first.extend(tree_leaves(result))
-        for made, again in zip(first, tree_leaves(result), strict=True):
+            result = map_tensors(wrap, result)
+            first.extend(leaves_of(result))
+            return result
+        for made, again in zip(first, leaves_of(result), strict=True):
             if isinstance(again, torch.Tensor) and made is not again:
                 to_host(made).copy_(again)  # a replay computes into the memory of the capture
         return result
@@ -198,7 +210,7 @@ def _launch(
         capture.keep_before(written)
     result = clocks.run(current_stream(index).key, read, written, work)
     for capture in recording.captures:
-        capture.add(read, written, work, [one for one in tree_leaves(result) if is_device(one)])
+        capture.add(read, written, work, [one for one in leaves_of(result) if is_device(one)])
     return result
 
 
@@ -206,7 +218,7 @@ def _compute(op: Any, facts: Op, named: dict[str, Any], index: int) -> Any:
     """Run the kernel of the CPU. Arguments among its results are those that were given."""
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def unwrap(name: str, leaf: Any) -> Any:
+    def unwrap(name: str, leaf: torch.Tensor) -> torch.Tensor:
         if not is_device(leaf):
             return leaf
         is_empty = name in facts.outs and leaf.numel() == 0  # the kernel may resize it
@@ -219,14 +231,14 @@ def _compute(op: Any, facts: Op, named: dict[str, Any], index: int) -> Any:
             return torch.device("cpu")
         if facts.types[name] == "Tensor" and type(value) in (int, float):
             return torch.tensor(value, dtype=torch.int64 if type(value) is int else None)
-        return tree_map(functools.partial(unwrap, name), value)
+        return map_tensors(functools.partial(unwrap, name), value)
 
     arguments = {name: convert(name, value) for name, value in named.items()}
     result = _draw(op, arguments, index) if facts.is_random else op(**arguments)
     for leaf, host in given.values():
         if leaf.shape != host.shape:
             to_host(_resize(leaf, host.shape)).copy_(host)
-    return tree_map(lambda leaf: given.get(id(leaf), (leaf,))[0], result)
+    return map_tensors(lambda leaf: given.get(id(leaf), (leaf,))[0], result)
 
 
 def _draw(op: Any, arguments: dict[str, Any], index: int) -> Any:

@@ -4,13 +4,12 @@ import contextlib
 import functools
 import math
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -105,13 +104,14 @@ def refuse_in_capture(what: str) -> None:
 
 def find_line() -> str:
     """Return the innermost line of the packages or tools, else of the test, that is running."""
-    outer = ""
-    for frame, number in traceback.walk_stack(sys._getframe(1)):
+    outer, frame = "", cast("Any", sys._getframe(1))
+    while frame:  # the number of a line is computed when it is read
         name = _name_file(frame.f_code.co_filename)
-        line = f"{name}:{number}" if name else ""
         if name.startswith(("packages/", "tools/")) and "/tests/" not in name:
-            return line
-        outer = outer or line
+            return f"{name}:{frame.f_lineno}"
+        if name and not outer:
+            outer = f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
     return outer or "backward (a thread of autograd)"
 
 

@@ -54,9 +54,9 @@ class ParameterInit:
     tp_group: torch.distributed.ProcessGroup | None
 
     def whole(self, name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
-        """The unsharded fp32 tensor on the CPU. Does not change the default RNG stream."""
+        """The unsharded fp32 tensor on the CPU. Does not change a default RNG stream."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+            torch.default_generator.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
             tensor = torch.empty(shape)
             init(tensor)
         return tensor
