@@ -193,11 +193,11 @@ def _simulate(model: _Model, world: int, reports: int, seed: int) -> Job:
 
 def _measure_delays(noise: float, factor: float, world: int, seed: int) -> list[int]:
     """The reports until the last rank is named by each rule, once it takes longer."""
-    job = _simulate(_normal(noise), world, _BEFORE + _AFTER, seed)
-    job.times[_BEFORE:, -1] *= factor
+    job, last = _simulate(_normal(noise), world, _BEFORE + _AFTER, seed), world - 1
+    job.times[_BEFORE:, last] *= factor
     return [
-        next((at for at, named in enumerate(verdicts[_BEFORE:], 1) if world - 1 in named), _AFTER)
-        for verdicts in (judge_by_detector(job), judge_by_scores(job.times))
+        next((at for at, named in enumerate(rule, 1 - _BEFORE) if at > 0 and last in named), _AFTER)
+        for rule in (judge_by_detector(job), judge_by_scores(job.times))
     ]
 
 
@@ -207,12 +207,12 @@ def _summarize(delays: Sequence[int]) -> list[int]:
     return [round(tenths[4]), math.ceil(tenths[8])]
 
 
-def judge_by_detector(job: Job) -> _Verdicts:
-    """The ranks that the straggler detector reports."""
+def judge_by_detector(job: Job) -> Iterator[set[int]]:
+    """Yield the ranks that the straggler detector reports, of each report."""
     world, past = job.times.shape[1], PastReports(_NAMES, peers=job.peers)
     stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
     row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
-    rows, verdicts = row.repeat(world, 1), []
+    rows = row.repeat(world, 1)
     if job.temperatures is not None:
         rows[:, _TEMPERATURE] = job.temperatures
     for of_report in job.times:
@@ -222,8 +222,7 @@ def judge_by_detector(job: Job) -> _Verdicts:
             GatheredRows(rows, tuple(range(world))), unix_time=0.0, hosts=("host",) * world,
             names=_NAMES, past=past,
         )  # fmt: skip
-        verdicts.append({one.rank for one in found.stragglers})
-    return verdicts
+        yield {one.rank for one in found.stragglers}
 
 
 def judge_by_scores(times: torch.Tensor) -> _Verdicts:

@@ -28,7 +28,7 @@ def test_the_scores_of_the_peer() -> None:
 def test_the_detector_names_a_rank_that_takes_longer_and_no_other() -> None:
     job = simulate("normal 2 %", 8, 30)
     job.times[20:, 5] *= 1.5
-    verdicts = judge_by_detector(job)
+    verdicts = list(judge_by_detector(job))
     assert verdicts[:22] == [set()] * 22
     assert verdicts[24:] == [{5}] * 6
 
@@ -62,8 +62,8 @@ def test_models_have_their_shapes() -> None:
 
 def test_the_temperature_alone_names_nobody() -> None:
     job = simulate("temperature by chassis", 8, 30)
-    assert judge_by_detector(job) == [set()] * 30
-    assert judge_by_detector(Job(job.times)) == [set()] * 30
+    assert list(judge_by_detector(job)) == [set()] * 30
+    assert list(judge_by_detector(Job(job.times))) == [set()] * 30
 
 
 def test_the_page_has_every_figure() -> None:
