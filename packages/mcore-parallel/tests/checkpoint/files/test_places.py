@@ -135,7 +135,10 @@ class Server:
             raise
 
     def _is_alive(self) -> bool:
-        return Path(f"/proc/{self._number}").is_dir()
+        with suppress(ProcessLookupError):
+            os.kill(self._number, 0)
+            return True
+        return False
 
     def restart(self) -> None:
         """Kill it and start it."""

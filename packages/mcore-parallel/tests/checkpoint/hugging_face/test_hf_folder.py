@@ -118,12 +118,39 @@ def load_layout(name: str, folder: str) -> Any:
 
 
 LAYOUTS = [("tp", 2), ("fsdp", 2), ("fsdp", 4), ("2d", 4)]
+FILES = [["wte", "conv"], ["q", "half", "step"], ["k", "v", "ln"]]
+
+
+def use_layouts(root: str) -> dict[str, Any]:
+    """The files that a save of each layout of these ranks writes, and the reports of a load."""
+    names = [name for name, ranks in LAYOUTS if ranks == dist.get_world_size()]
+    return {
+        name: (
+            save_layout(name, f"{root}/{name}-{dist.get_world_size()}/model", 400),
+            load_layout(name, f"{root}/stored"),
+        )
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
+    """The folder of all folders, and what ranks found, by their number."""
+    root = tmp_path_factory.mktemp("hf")
+    (root / "stored").mkdir()
+    stored = stored_state()
+    for number, inside in enumerate(FILES):
+        save_file({key: stored[key] for key in inside}, root / "stored" / f"{number}.safetensors")
+    files = {key: f"{n}.safetensors" for n, inside in enumerate(FILES) for key in inside}
+    write_index(root / "stored", files)
+    return root, {ranks: run_ranks(use_layouts, ranks, str(root)) for ranks in (2, 4)}
 
 
 @pytest.mark.parametrize(("name", "ranks"), LAYOUTS)
-def test_any_layout_writes_the_same_folder(name: str, ranks: int, tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "model"
-    [first, *_] = run_ranks(save_layout, ranks, name, str(folder), 400)
+def test_any_layout_writes_the_same_folder(used: Any, name: str, ranks: int) -> None:
+    root, found_by_ranks = used
+    folder = root / f"{name}-{ranks}" / "model"
+    first, _ = found_by_ranks[ranks][0][name]
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert first == ["config.json", *files, "model.safetensors.index.json"]
@@ -146,15 +173,11 @@ def test_any_layout_writes_the_same_folder(name: str, ranks: int, tmp_path: Path
 
 @pytest.mark.parametrize(("name", "ranks"), LAYOUTS)
 def test_folders_of_the_library_are_loaded_into_any_layout(
-    name: str, ranks: int, tmp_path: Path
+    used: Any, name: str, ranks: int
 ) -> None:
-    stored = stored_state()
-    names = [["wte", "conv"], ["q", "half", "step"], ["k", "v", "ln"]]
-    for number, inside in enumerate(names):
-        save_file({key: stored[key] for key in inside}, tmp_path / f"{number}.safetensors")
-    files = {key: f"{n}.safetensors" for n, inside in enumerate(names) for key in inside}
-    write_index(tmp_path, files)
-    for loaded, left, missing, unused in run_ranks(load_layout, ranks, name, str(tmp_path)):
+    reports = [found[name][1] for found in used[1][ranks]]
+    assert len(reports) == ranks
+    for loaded, left, missing, unused in reports:
         assert loaded["qkv"] == "q, k, v"
         assert (len(loaded), left, missing, unused) == (6, ["extra"], [], [])
 
