@@ -146,13 +146,9 @@ def _is_open(member: griffe.Module, parent: griffe.Module) -> bool:
 
 
 def _add(
-    surface: Surface,
-    owner: str,
-    name: str,
-    member: griffe.Object | griffe.Alias | None,
-    *,
+    surface: Surface, owner: str, name: str, member: griffe.Object | griffe.Alias | None, *,
     top_level: bool,
-) -> None:
+) -> None:  # fmt: skip
     path = f"{owner}.{name}"
     found = None if member is None else resolve(member)
     target = member.target_path if isinstance(member, griffe.Alias) else path

@@ -65,13 +65,9 @@ def release_tags(root: Path, package: str, packages: Collection[str]) -> list[Re
 
 
 def last_tag(
-    root: Path,
-    package: str,
-    packages: Collection[str],
-    *,
-    up_to: Version | None = None,
+    root: Path, package: str, packages: Collection[str], *, up_to: Version | None = None,
     below: Version | None = None,
-) -> ReleaseTag | None:
+) -> ReleaseTag | None:  # fmt: skip
     """The highest tag of a package in HEAD's history, up to or below a version, or None."""
     fitting = [
         tag

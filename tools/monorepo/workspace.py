@@ -153,16 +153,13 @@ def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
     return Distribution(
         name=canonicalize_name(project["name"]),
         module=".".join(version_file.parent.relative_to(file.parent / "src").parts),
-        folder=file.parent,
-        version_file=version_file,
-        version=Version(read_version(version_file)),
+        folder=file.parent, version_file=version_file, version=Version(read_version(version_file)),
         requires_python=SpecifierSet(_read_text(file, table, "project", "requires-python")),
-        dependencies=dependencies,
-        extras={name: _parse(texts) for name, texts in extras.items()},
+        dependencies=dependencies, extras={name: _parse(texts) for name, texts in extras.items()},
         test_dependencies=_parse(groups.get("test", ())),
         lowest_constraints=_parse(groups.get("lowest", ())),
         siblings=tuple(sorted(required.intersection(names))),
-    )
+    )  # fmt: skip
 
 
 def read_version(file: Path) -> str:

@@ -44,12 +44,9 @@ class Script:
     """
 
     def __init__(
-        self,
-        code: str,
-        *arguments: str,
-        cwd: str | os.PathLike[str] | None = None,
+        self, code: str, *arguments: str, cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._output, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         self._status, theirs = socket.socketpair()
         request = {

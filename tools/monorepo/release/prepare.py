@@ -106,12 +106,9 @@ def _raise_version(package: Distribution, step: str | None, last: ReleaseTag | N
 
 
 def _move_range(
-    dependant: Distribution,
-    requirement: Requirement,
-    version: Version,
-    broken_since: Version | None,
-    contents: dict[Path, str],
-) -> str:
+    dependant: Distribution, requirement: Requirement, version: Version,
+    broken_since: Version | None, contents: dict[Path, str],
+) -> str:  # fmt: skip
     """Add the changed files of a dependant to ``contents`` and return a note.
 
     Without a break the cap moves above the new version. With a break the floor moves as well,

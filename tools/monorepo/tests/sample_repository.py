@@ -103,10 +103,6 @@ class SampleRepository:
         quiet = ["-c", "maintenance.auto=false", "-c", "gc.auto=0"]
         identity = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
         return subprocess.run(
-            ["git", *quiet, *identity, *arguments],
-            cwd=self.root,
-            env={**os.environ, **settings},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+            ["git", *quiet, *identity, *arguments], cwd=self.root, env={**os.environ, **settings},
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip

@@ -158,12 +158,9 @@ def test_lowest_versions_are_those_of_direct_requirements(links: Path, tmp_path:
     ],
 )
 def test_tests_run_without_sources_and_fail_on_gaps(
-    repository: SampleRepository,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    test: str,
+    repository: SampleRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str,
     message: str | None,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", str(repository.root / "tools"))
     monkeypatch.setenv("REPOSITORY", str(repository.root))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take most of the time

@@ -78,14 +78,9 @@ class ExpertFeedForward(MegatronModule):
     """A router and its experts. No token is dropped."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        init: ParameterInit,
-        name: str,
-        groups: ProcessGroups,
-        *,
+        self, config: ModelConfig, init: ParameterInit, name: str, groups: ProcessGroups, *,
         number: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config)
         self.groups = groups
         self.router = Router(config, init, f"{name}.router", groups, number=number)

@@ -62,12 +62,9 @@ def _compute_squared_errors(
 
 
 def _compute_token_losses(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    tp_group: dist.ProcessGroup | None,
-    *,
+    logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None, *,
     vocabulary_size: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     return vocab_parallel_cross_entropy(
         logits, labels, tp_group=tp_group, vocab_size=vocabulary_size
     )

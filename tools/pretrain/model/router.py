@@ -26,14 +26,9 @@ class Router(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        init: ParameterInit,
-        name: str,
-        groups: ProcessGroups,
-        *,
+        self, config: ModelConfig, init: ParameterInit, name: str, groups: ProcessGroups, *,
         number: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config)
         self.config: ModelConfig = config
         self.groups = groups
