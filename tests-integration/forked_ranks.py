@@ -33,7 +33,7 @@ def fork_ranks(begin: str = "", seen: Path | None = None) -> None:
 
     import pretrain.rank  # noqa: F401  # for all ranks at once
 
-    subprocess_handler.Popen = functools.partial(_fork, begin, seen)  # type: ignore[misc,assignment]
+    vars(subprocess_handler)["Popen"] = functools.partial(_fork, begin, seen)
 
 
 def _fork(

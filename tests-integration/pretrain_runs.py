@@ -62,8 +62,9 @@ ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
 # Forks the ranks of a launcher, a module that is run with the words that follow.
 _LAUNCHER = """
 import inspect, os, pathlib, runpy, sys
-here, begin, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
+here, first, begin, sys.argv = *sys.argv[1:4], sys.argv[4:]
 os.setsid()
+exec(first)
 for name in ("<string>", "<frozen runpy>"):  # torch's launcher looks for it in every module
     inspect.modulesbyfile[os.path.abspath(name)] = "__main__"
 sys.path.append(here)
@@ -181,7 +182,12 @@ def command(cwd: Path, *arguments: str, timeout_s: float = 600) -> subprocess.Co
 
 
 def launcher(
-    cwd: Path, module: str, *arguments: str, begin: str = "", env: dict[str, str] | None = None
+    cwd: Path,
+    module: str,
+    *arguments: str,
+    first: str = "",
+    begin: str = "",
+    env: dict[str, str] | None = None,
 ) -> Script:
     """Start ``python -m module`` in ``cwd``, which leads a process group and forks its ranks.
 
@@ -189,10 +195,11 @@ def launcher(
         cwd: its folder.
         module: the job's launcher, or torch's.
         *arguments: its command line.
+        first: code that it executes first.
         begin: code that each rank executes first.
         env: its variables.
     """
-    words = (str(HERE), begin, module, *arguments)
+    words = (str(HERE), first, begin, module, *arguments)
     return Script(_LAUNCHER, *words, cwd=cwd, env=env or environment())
 
 

@@ -120,7 +120,7 @@ REFUSED = {
 }
 
 
-COMMAND_ITSELF = REFUSED["used folder"][0]
+COMMAND_ITSELF = REFUSED["heads"][0]
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import signal
@@ -17,7 +16,15 @@ from pretrain.cli.launch import _make_launch_config
 from pretrain.run.checkpoints import latest_step
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain_runs import COMMAND, TINY, environment, losses_of, patient_main, pretrain, wait_until
+from pretrain_runs import (
+    TINY,
+    environment,
+    launcher,
+    losses_of,
+    patient_main,
+    pretrain,
+    wait_until,
+)
 
 WORDS = (*TINY, "--no-mlflow", "--no-tensorboard", "--run-dir", "run", "--log-interval", "1")
 SAVED = ("--train-iters", "6", "--save-interval", "4", "--eval-interval", "2")
@@ -68,26 +75,33 @@ def test_errors_still_say_that_the_console_is_full(tmp_path: Path) -> None:
     assert latest_step(RunFolder(tmp_path / "run")) == 6
 
 
+# The first terminal that a session opens is that of the session.
+IN_A_TERMINAL = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup too
+terminal = os.open(os.environ.pop("TERMINAL"), os.O_RDWR)
+for number in range(3):
+    os.dup2(terminal, number)
+os.close(terminal)
+"""
+
+
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> None:
     """The kernel sends SIGHUP; what the job then says finds no terminal, its exit code is kept."""
     folder = RunFolder(tmp_path / "run")
     words = [*WORDS, "--train-iters", "100000", "--slow-rank", "1:60", "--grace-s", "300"]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        with contextlib.suppress(OSError):
-            os.chdir(tmp_path)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup too
-            os.execve(COMMAND[0], [*COMMAND, *words], environment())
-        os._exit(99)
+    terminal, theirs = pty.openpty()
+    env = {**environment(), "TERMINAL": os.ttyname(theirs)}
+    job = launcher(tmp_path, "pretrain", *words, first=IN_A_TERMINAL, env=env)
     try:
         wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
+        os.close(theirs)
         os.close(terminal)
-        wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        ended = job.wait(600)
     finally:
-        os.kill(pid, signal.SIGKILL)
-        _, ended = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(ended) == 128 + signal.SIGHUP
+        job.send(signal.SIGKILL)
+    assert ended.returncode == 128 + signal.SIGHUP
     assert latest_step(folder) == len(losses_of(folder.path))
 
 

@@ -17,13 +17,33 @@ from ruamel.yaml import YAML
 
 from pretrain.run.checkpoints import latest_step
 from pretrain.run_folder import RunFolder
-from pretrain_runs import COMMAND, ENDLESS, TINY, TOOLS, curve_of, environment, wait_until
+from pretrain_runs import (
+    ENDLESS,
+    TINY,
+    TOOLS,
+    curve_of,
+    environment,
+    forking,
+    launcher,
+    wait_until,
+)
 from rank_testing import free_port
+from rank_testing.scripts import Script
 
 WORDS = (*TINY, *ENDLESS, "--no-mlflow", "--no-tensorboard", "--save-interval", "0")
 HATCH = ("hatch", "run", f"{os.environ.get('HATCH_ENV_ACTIVE', 'default')}:pretrain")
-# A container's process 1: signals without a handler do not reach it.
-CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
+# Goes on as a container's process 1: signals without a handler do not reach it. The first process
+# waits for it. As by unshare --user --map-root-user --pid --fork.
+CONTAINER = """
+import ctypes, os, sys
+ids = os.getuid(), os.getgid()
+assert ctypes.CDLL(None).unshare(0x10000000 | 0x20000000) == 0  # new users, new processes
+for name, text in (("setgroups", "deny"), ("uid_map", "0 %d 1"), ("gid_map", "0 %d 1")):
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(text % ids[name == "gid_map"] if "%" in text else text)
+if process_1 := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(process_1, 0)[1]))
+"""
 
 
 @contextlib.contextmanager
@@ -102,8 +122,8 @@ def test_ctrl_c_to_the_printed_command_saves_and_ends_with_130(tmp_path: Path) -
     assert_saved(tmp_path)
 
 
-def command_of_the_cluster(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command of ``kubernetes.yaml`` and its variables, for one pod with two ranks."""
+def command_of_the_cluster(folder: Path) -> Script:
+    """The command of ``kubernetes.yaml`` with its variables, for one pod with two ranks."""
     (folder / "bin").mkdir()
     hatch = folder / "bin" / "hatch"
     hatch.write_text(f"#!/bin/sh\n[ \"$*\" = 'env find' ] && echo {sys.prefix}\n")
@@ -114,28 +134,38 @@ def command_of_the_cluster(folder: Path) -> tuple[list[str], dict[str, str]]:
     moved = {"/runs/first": str(folder / "run")}
     arguments = [moved.get(word, word) for word in container["args"]]
     env = {
+        **forking(folder),
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]), "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": "2", "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # as long as the ranks' grace
     }  # fmt: skip
-    return [*container["command"], *arguments, *WORDS], env
+    words = (*container["command"], *arguments, *WORDS)
+    code = f"import os\nos.setsid()\n{CONTAINER}\nos.execvp(sys.argv[1], sys.argv[1:])"
+    return Script(code, *words, cwd=folder, env=env)
 
 
-def own_command(folder: Path) -> tuple[list[str], dict[str, str]]:
-    return [*COMMAND, *WORDS, "--run-dir", str(folder / "run")], {}
+def own_command(folder: Path) -> Script:
+    return launcher(folder, "pretrain", *WORDS, "--run-dir", "run", first=CONTAINER)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", [own_command, command_of_the_cluster])
+@pytest.mark.parametrize("start", [own_command, command_of_the_cluster])
 def test_process_1_of_a_container_saves_at_sigterm(
-    choose: Callable[[Path], tuple[list[str], dict[str, str]]], tmp_path: Path
+    start: Callable[[Path], Script], tmp_path: Path
 ) -> None:
-    words, env = choose(tmp_path)
-    with running([*CONTAINER, *words], tmp_path, tmp_path, **env) as container:
+    container = start(tmp_path)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: not container.is_running or lines_in(metrics) > 5)
+        assert container.is_running, container.wait()
         [first] = children_of(container.pid)
         os.kill(first, signal.SIGTERM)
-        code = container.wait(600)
+        done = container.wait(600)
         wait_until(lambda: not members_of(container.pid))
-    assert code == 128 + signal.SIGTERM if choose is own_command else code
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(container.pid, signal.SIGKILL)
+    code = done.returncode
+    assert code == 128 + signal.SIGTERM if start is own_command else code, done
     assert_saved(tmp_path)

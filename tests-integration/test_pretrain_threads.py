@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.threads import choose_threads
-from pretrain_runs import TINY, environment, last_value
-from rank_testing.scripts import Script
+from pretrain_runs import TINY, environment, last_value, launcher
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +84,10 @@ def test_the_number_of_the_user_comes_first(
 def test_a_command_bound_to_one_cpu_sets_and_reports_one_thread(tmp_path: Path) -> None:
     """As by taskset. Another test gives the command a number."""
     words = (*TINY, "--train-iters", "1", "--ranks", "1", "--no-mlflow", "--no-tensorboard")
-    code = (
-        "import os, runpy, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "runpy.run_module('pretrain', run_name='__main__', alter_sys=True)"
-    )
+    code = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     env = {**environment(), "PATH": os.environ["PATH"]}
     env.pop("OMP_NUM_THREADS", None)
-    bound = Script(code, *words, cwd=tmp_path, env=env).wait(600)
+    bound = launcher(tmp_path, "pretrain", *words, first=code, env=env).wait(600)
     assert bound.returncode == 0, (sys.executable, bound.stderr)
     said = ", 1 thread a rank (usable CPUs: 1, ranks on this machine: 1)"
     assert last_value(bound.stdout, "device").endswith(said)
