@@ -26,6 +26,7 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain_runs import SMALL, curve_of, curves_of, losses_of, train_here, train_on_ranks
+from pretrain_worlds import Job, train_all
 from rank_testing import run_ranks
 from standin import no_host_waits, recorded
 from standin.guard import find_problem
@@ -49,16 +50,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_losses_equal_those_of_the_cpu(layout: dict[str, Any], tmp_path: Path) -> None:
-    settings = Settings(**{**STEPS, **layout})
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of each layout, on the CPU and on the stand-in."""
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = [(name, Settings(**{**STEPS, **layout})) for name, layout in LAYOUTS.items()]
     for kind in ("cpu", "standin"):
-        train_on_ranks(settings, tmp_path / kind, kind=kind)
-    losses = losses_of(tmp_path / "cpu")
-    if settings.bf16:  # LayerNorm is computed in fp32 on a CPU, in bfloat16 elsewhere
+        train_all(sorted(jobs, key=lambda job: job[1].world_size), folder / kind, kind=kind)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_equal_those_of_the_cpu(layout: str, trained: Path) -> None:
+    losses = losses_of(trained / "cpu" / layout)
+    if layout == "bf16":  # LayerNorm is computed in fp32 on a CPU, in bfloat16 elsewhere
         losses = pytest.approx(losses, rel=1e-3)
-    assert losses_of(tmp_path / "standin") == losses
-    assert len(losses_of(tmp_path / "standin")) == settings.train_iters
+    assert losses_of(trained / "standin" / layout) == losses
+    assert len(losses_of(trained / "standin" / layout)) == STEPS["train_iters"]
 
 
 @pytest.mark.parametrize("layout", ["one", "tp", "pp"])
@@ -77,18 +85,21 @@ def test_clipped_steps_are_those_of_float64(layout: str, tmp_path: Path) -> None
 
 def test_a_resumed_run_continues_as_one_without_a_break(tmp_path: Path) -> None:
     settings = Settings(**{**STEPS, "dp": 1, "async_save": True, "save_interval": 2})
-    train_on_ranks(settings, tmp_path / "whole", kind="standin")
     halved = Settings(**{**STEPS, "dp": 1, "async_save": True, "exit_after": 2})
-    train_on_ranks(halved, tmp_path / "broken", kind="standin")
-    train_on_ranks(settings, tmp_path / "broken", kind="standin", resume=True)
+    jobs = [("whole", settings), ("broken", halved), ("broken", settings)]
+    train_all(jobs, tmp_path, kind="standin")
     assert losses_of(tmp_path / "broken") == losses_of(tmp_path / "whole")
 
 
-def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
+def train_without_waits(jobs: list[Job], folder: str) -> list[list[int]]:
     """Train on the stand-in. A wait from a step without a console line to the next step raises.
 
-    Returns the number of steps that were logged when each of them had started.
+    Returns, for each run, the number of steps that were logged when each of them had started.
     """
+    return [train_one_without_waits(settings, f"{folder}/{name}") for name, settings in jobs]
+
+
+def train_one_without_waits(settings: Settings, run_dir: str) -> list[int]:
     run_step, free, seen = Loop._run_step, ExitStack(), []
 
     def watched(job: Loop) -> int:
@@ -106,18 +117,24 @@ def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["packed", "dp", "tp", "cp", "fsdp", "pp"])
-def test_the_host_waits_only_in_steps_with_a_console_line(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [["packed"], ["dp", "tp", "cp", "fsdp", "pp"]], ids=len)
+def test_the_host_waits_only_in_steps_with_a_console_line(
+    layouts: list[str], tmp_path: Path
+) -> None:
     more = {"train_iters": 6, "log_interval": 3, "straggler": True, "tensorboard": True}
     same = dict.fromkeys(("check_replicas_interval", "save_interval", "eval_interval"), 3)
     # The thread of a background save waits while the training does not.
-    settings = Settings(**{**STEPS, **LAYOUTS[layout], **more, **same, "async_save": False})
+    jobs = [
+        (name, Settings(**{**STEPS, **LAYOUTS[name], **more, **same, "async_save": False}))
+        for name in layouts
+    ]
     for seen in run_ranks(
-        train_without_waits, settings.world_size, settings, str(tmp_path),
+        train_without_waits, jobs[0][1].world_size, jobs, str(tmp_path),
         init="standin:standin_nccl", timeout_s=600,
     ):  # fmt: skip
-        assert seen == [0, 1, 3, 4]  # one step late
-    assert len(losses_of(tmp_path)) == 6
+        assert seen == [[0, 1, 3, 4]] * len(layouts)  # one step late
+    for name in layouts:
+        assert len(losses_of(tmp_path / name)) == 6
 
 
 def count_waits(settings: Settings, run_dir: str) -> dict[str, int]:

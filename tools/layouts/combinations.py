@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +57,7 @@ def held_out(data: str) -> list[Settings]:
     return [Settings(**{**shape, **kind}) for kind in _HELD_OUT]
 
 
+@functools.cache
 def combinations(ranks: int, data: str) -> list[Settings]:
     """The settings of every valid combination on a number of ranks, over a text.
 
@@ -74,12 +77,11 @@ def choose_combinations(ranks: int, data: str) -> list[Settings]:
         return combinations(ranks, data)
     seen: set[tuple[Any, ...]] = set()
     chosen = []
-    for sizes in _list_sizes(ranks):
-        offered = _add_switches(sizes, ranks, data)
-        if offered:
-            best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
-            seen |= meetings(best, 3)
-            chosen.append(best)
+    layout_of = operator.attrgetter("layout", "experts", "ep", "fsdp", "hsdp_outer")
+    for _, offered in itertools.groupby(combinations(ranks, data), layout_of):
+        best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
+        seen |= meetings(best, 3)
+        chosen.append(best)
     return chosen
 
 

@@ -8,6 +8,7 @@ from pretrain.settings import Limit, Settings, SlowRank, format_flag
 from pretrain.usage import UsageError
 
 _DEFAULTS = Settings()
+_FIELDS = dataclasses.fields(Settings)
 _CONFLICTS = (
     ("mtp", "value_head", "which has no output head over tokens"),
     ("mtp", "packed", "in which the token after the next may belong to another document"),
@@ -42,9 +43,8 @@ def check(settings: Settings, available: int | None) -> None:
     )  # fmt: skip
     _check_experts(one)
     for name, other, why in _CONFLICTS:
-        is_wrong = all(getattr(one, each) != getattr(_DEFAULTS, each) for each in (name, other))
-        flags = (format_flag(name), format_flag(other))
-        _refuse(is_wrong, "{} cannot work with {}, {}".format(*flags, why))
+        if all(getattr(one, each) != getattr(_DEFAULTS, each) for each in (name, other)):
+            _refuse(why, f"{format_flag(name)} cannot work with {format_flag(other)}, {why}")
     _refuse(one.eval_only and not one.init_from, "--eval-only needs weights", "pass --init-from")
     text = "pass the text with --data"
     _refuse(one.tokenizer and not one.data, "--tokenizer is for your text", text)
@@ -59,7 +59,7 @@ def _refuse(is_wrong: object, problem: str, remedy: str = "remove one of the two
 
 
 def _check_limits(settings: Settings) -> None:
-    for field in dataclasses.fields(settings):
+    for field in _FIELDS:
         value, limit = getattr(settings, field.name), field.metadata["limit"]
         if choices := field.metadata["choices"]:  # a file may have any text
             limit = Limit(f"one of {', '.join(choices)}", choices.__contains__)
