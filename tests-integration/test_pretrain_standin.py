@@ -26,6 +26,7 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain_runs import SMALL, curve_of, curves_of, losses_of, train_here, train_on_ranks
+from pretrain_worlds import Job, train_all
 from rank_testing import run_ranks
 from standin import no_host_waits, recorded
 from standin.guard import find_problem
@@ -39,7 +40,7 @@ STEPS = {**SMALL, "train_iters": 3, "clip_grad": 0.0}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"dp": 1, "recompute": True},
     "bf16": {"dp": 1, "bf16": True},
-    "dp": {"dp": 2},
+    "dp": {"dp": 2, "check_replicas_interval": 2, "async_save": True, "save_interval": 2},
     "tp": {"dp": 1, "tp": 2},
     "cp": {"dp": 1, "cp": 2},
     "pp": {"dp": 1, "pp": 2, "micro_batch_size": 2},
@@ -49,22 +50,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["one", "bf16"])
-def test_losses_equal_those_of_the_cpu(layout: str, tmp_path: Path) -> None:
-    """Those of the other layouts: see the tests of their waits."""
-    settings = Settings(**{**STEPS, **LAYOUTS[layout]})
-    train_on_ranks(settings, tmp_path / "standin", kind="standin")
-    assert_losses_of_the_cpu(settings, tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of each layout, on the CPU and on the stand-in."""
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = [(name, Settings(**{**STEPS, **layout})) for name, layout in LAYOUTS.items()]
+    for kind in ("cpu", "standin"):
+        train_all(sorted(jobs, key=lambda job: job[1].world_size), folder / kind, kind=kind)
+    return folder
 
 
-def assert_losses_of_the_cpu(settings: Settings, folder: Path) -> None:
-    """Train on the CPU, and compare with the run in the folder ``standin``."""
-    train_on_ranks(settings, folder / "cpu")
-    losses = losses_of(folder / "cpu")
-    if settings.bf16:  # LayerNorm is computed in fp32 on a CPU, in bfloat16 elsewhere
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_equal_those_of_the_cpu(layout: str, trained: Path) -> None:
+    losses = losses_of(trained / "cpu" / layout)
+    if layout == "bf16":  # LayerNorm is computed in fp32 on a CPU, in bfloat16 elsewhere
         losses = pytest.approx(losses, rel=1e-3)
-    assert losses_of(folder / "standin") == losses
-    assert len(losses_of(folder / "standin")) == settings.train_iters
+    assert losses_of(trained / "standin" / layout) == losses
+    assert len(losses_of(trained / "standin" / layout)) == STEPS["train_iters"]
 
 
 @pytest.mark.parametrize("layout", ["one", "tp", "pp"])
@@ -82,20 +84,22 @@ def test_clipped_steps_are_those_of_float64(layout: str, tmp_path: Path) -> None
 
 
 def test_a_resumed_run_continues_as_one_without_a_break(tmp_path: Path) -> None:
-    saves = {"dp": 2, "async_save": True, "save_interval": 2, "check_replicas_interval": 2}
-    settings = Settings(**{**STEPS, **saves})
-    train_on_ranks(settings, tmp_path / "whole", kind="standin")
-    halved = dataclasses.replace(settings, save_interval=0, exit_after=2)
-    train_on_ranks(halved, tmp_path / "broken", kind="standin")
-    train_on_ranks(settings, tmp_path / "broken", kind="standin", resume=True)
+    settings = Settings(**{**STEPS, "dp": 1, "async_save": True, "save_interval": 2})
+    halved = Settings(**{**STEPS, "dp": 1, "async_save": True, "exit_after": 2})
+    jobs = [("whole", settings), ("broken", halved), ("broken", settings)]
+    train_all(jobs, tmp_path, kind="standin")
     assert losses_of(tmp_path / "broken") == losses_of(tmp_path / "whole")
 
 
-def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
+def train_without_waits(jobs: list[Job], folder: str) -> list[list[int]]:
     """Train on the stand-in. A wait from a step without a console line to the next step raises.
 
-    Returns the number of steps that were logged when each of them had started.
+    Returns, for each run, the number of steps that were logged when each of them had started.
     """
+    return [train_one_without_waits(settings, f"{folder}/{name}") for name, settings in jobs]
+
+
+def train_one_without_waits(settings: Settings, run_dir: str) -> list[int]:
     run_step, free, seen = Loop._run_step, ExitStack(), []
 
     def watched(job: Loop) -> int:
@@ -113,20 +117,24 @@ def train_without_waits(settings: Settings, run_dir: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["packed", "dp", "tp", "cp", "fsdp", "pp"])
-def test_the_host_waits_only_in_steps_with_a_console_line_and_losses_are_those_of_the_cpu(
-    layout: str, tmp_path: Path
+@pytest.mark.parametrize("layouts", [["packed"], ["dp", "tp", "cp", "fsdp", "pp"]], ids=len)
+def test_the_host_waits_only_in_steps_with_a_console_line(
+    layouts: list[str], tmp_path: Path
 ) -> None:
     more = {"train_iters": 6, "log_interval": 3, "straggler": True, "tensorboard": True}
     same = dict.fromkeys(("check_replicas_interval", "save_interval", "eval_interval"), 3)
     # The thread of a background save waits while the training does not.
-    settings = Settings(**{**STEPS, **LAYOUTS[layout], **more, **same, "async_save": False})
+    jobs = [
+        (name, Settings(**{**STEPS, **LAYOUTS[name], **more, **same, "async_save": False}))
+        for name in layouts
+    ]
     for seen in run_ranks(
-        train_without_waits, settings.world_size, settings, str(tmp_path / "standin"),
+        train_without_waits, jobs[0][1].world_size, jobs, str(tmp_path),
         init="standin:standin_nccl", timeout_s=600,
     ):  # fmt: skip
-        assert seen == [0, 1, 3, 4]  # one step late
-    assert_losses_of_the_cpu(settings, tmp_path)
+        assert seen == [[0, 1, 3, 4]] * len(layouts)  # one step late
+    for name in layouts:
+        assert len(losses_of(tmp_path / name)) == 6
 
 
 def count_waits(settings: Settings, run_dir: str) -> dict[str, int]:
@@ -153,14 +161,13 @@ def test_experts_wait_for_the_sizes_of_messages_and_a_tracker_once(
     more = {"train_iters": 4, "log_interval": 3, "save_interval": 0, "eval_interval": 0}
     settings = Settings(**{**STEPS, **kind, **more})
     found = run_ranks(
-        count_waits, settings.world_size, settings, str(tmp_path / "standin"),
+        count_waits, settings.world_size, settings, str(tmp_path),
         init="standin:standin_nccl", timeout_s=600,
     )  # fmt: skip
     sizes = settings.num_layers if settings.experts else 0
     assert [one.pop("tools/pretrain/model/experts.py", 0) for one in found] == [sizes] * len(found)
     assert list(found[-1].values()) == [1], found  # the rank that logs
     assert all("/observe/" in file for one in found for file in one), found
-    assert_losses_of_the_cpu(settings, tmp_path)
 
 
 # Settings, steps with an infinite gradient, the step at which a signal comes, and the end.

@@ -27,6 +27,7 @@ from pretrain.watch.step_metrics import training_flops
 from pretrain.watch.summary import draw_run
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
+from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
 SMALL: dict[str, Any] = {**BASE, "value_head": True}
@@ -98,25 +99,21 @@ def test_gradients_under_sequence_parallelism_are_those_of_one_process(
             torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "dp", "more"),
-    [
-        (1, 1, 2, {}),
-        (2, 1, 1, {}),
-        (2, 2, 1, {"sequence_parallel": True, "micro_batch_size": 2}),
-        (2, 1, 2, {"sequence_parallel": True, "fsdp": True}),
-    ],
-    ids=["dp2", "tp2", "tp2-cp2-sp", "tp2-dp2-sp-fsdp"],
-)
-def test_losses_equal_the_plain_value_model(
-    tp: int, cp: int, dp: int, more: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = Settings(tp=tp, cp=cp, dp=dp, **{**SMALL, **more})
-    train_on_ranks(settings, tmp_path)
-    losses = losses_of(tmp_path, "value loss")
-    assert len(losses) == 8
-    assert losses[-1] < 0.7 * losses[0]
-    assert losses == pytest.approx(plain_losses(settings), rel=2e-5)
+def test_losses_equal_the_plain_value_model(tmp_path: Path) -> None:
+    sequence = {"tp": 2, "sequence_parallel": True}
+    layouts: dict[str, dict[str, Any]] = {
+        "dp2": {"dp": 2},
+        "tp2": {"tp": 2, "dp": 1},
+        "tp2-cp2-sp": {**sequence, "cp": 2, "dp": 1, "micro_batch_size": 2},
+        "tp2-dp2-sp-fsdp": {**sequence, "dp": 2, "fsdp": True},
+    }
+    jobs = [(name, Settings(**{**SMALL, **layout})) for name, layout in layouts.items()]
+    train_all(jobs, tmp_path)
+    for name, settings in jobs:
+        losses = losses_of(tmp_path / name, "value loss")
+        assert len(losses) == 8
+        assert losses[-1] < 0.7 * losses[0]
+        assert losses == pytest.approx(plain_losses(settings), rel=2e-5), name
 
 
 def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:

@@ -208,9 +208,7 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
     text = torch.frombuffer(data, dtype=torch.uint8)
     split = int(len(data) * (1 - validation_share))
     corpus = Corpus(text[:split], text[split:], zlib.crc32(data))
-    if document_multiple:
-        return corpus.packed(np.array(borders), document_multiple)
-    return corpus
+    return corpus.packed(np.array(borders), document_multiple) if document_multiple else corpus
 
 
 def draw_batch(text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from standin import recording
 from standin.guard import current_index, set_current_index
-from standin.memory import NAME, is_device, leaves_of
+from standin.memory import NAME, is_device
 
 Key = tuple[int, int]  # index of the device, number of the stream
 Tensors = Sequence[torch.Tensor]
@@ -74,7 +75,7 @@ class Clocks:
         for tensor in read:
             self._note(tensor, key, number, is_write=False)
         known = set(map(id, read))
-        made = [one for one in filter(is_device, leaves_of(result)) if id(one) not in known]
+        made = [one for one in filter(is_device, tree_leaves(result)) if id(one) not in known]
         for tensor in (*written, *made):
             self._note(tensor, key, number, is_write=True)
         return result
@@ -86,8 +87,6 @@ class Clocks:
             known.update([one for one in view.items() if one[1] > known.get(one[0], 0)])
             items = self._pending if key == HOST else ()
             done = [item for item in items if self.has_seen(HOST, *item[:2])]
-        if not done:
-            return
         for _, _, finish in done:
             finish()  # a second thread that needs it waits here for the first
         with self._lock:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.nn.attention import SDPBackend
+from torch.utils._pytree import tree_leaves
 
 from standin import recording
 from standin.clocks import HOST, POISON, Key, RaceError, clocks, current_stream, find_range
 from standin.generators import default_generators, find_state
 from standin.guard import current_index
-from standin.memory import NAME, is_device, is_pinned, leaves_of, to_device, to_host
+from standin.memory import NAME, is_device, is_pinned, to_device, to_host
 
 # Ops that themselves move tensors between devices.
 _ANY_DEVICE = {"copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "set_", "_foreach_copy_"}
@@ -78,18 +79,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return an argument or a result with each of its tensors changed."""
     if isinstance(value, (list, tuple)):
-        changed = [map_tensors(change, one) for one in value]
-        return changed if isinstance(value, list) else tuple(changed)
+        return type(value)([map_tensors(change, one) for one in value])
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
 def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
     """Return the device of an op's tensors, None without any. Raises if they have several."""
     tensors = {name: tensors_in(value) for name, value in named.items()}
-    places = {one.device for found in tensors.values() for one in found}
-    if len(places) == 1:
-        return next((place for place in places if place.type == NAME), None)
-    if op.name in _ANY_DEVICE:
+    places = [one.device for found in tensors.values() for one in found]
+    if op.name in _ANY_DEVICE or len(set(places)) < 2:
         rows: list[Any] = []
     elif op.name.startswith("_foreach_"):  # tensors of two places need not share a device
         lists = [t for name, t in tensors.items() if t and t[0] is not named[name]]
@@ -103,7 +101,7 @@ def find_device(op: Op, named: dict[str, Any]) -> torch.device | None:
         if len(devices) > 1:
             problem = f"found at least two devices, {devices[0]} and {devices[1]}! ({op.name})"
             raise RuntimeError(f"Expected all tensors to be on the same device, but {problem}")
-    return next((one.device for found in tensors.values() for one in found if is_device(one)), None)
+    return next((place for place in places if place.type == NAME), None)
 
 
 def _may_be_on_host(op: Op, name: str, tensor: torch.Tensor) -> bool:
@@ -184,9 +182,8 @@ def run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
         result = _compute(op, facts, named, index)
         if not first:
             result = map_tensors(wrap, result)
-            first.extend(leaves_of(result))
-            return result
-        for made, again in zip(first, leaves_of(result), strict=True):
+            first.extend(tree_leaves(result))
+        for made, again in zip(first, tree_leaves(result), strict=True):
             if isinstance(again, torch.Tensor) and made is not again:
                 to_host(made).copy_(again)  # a replay computes into the memory of the capture
         return result
@@ -210,7 +207,7 @@ def _launch(
         capture.keep_before(written)
     result = clocks.run(current_stream(index).key, read, written, work)
     for capture in recording.captures:
-        capture.add(read, written, work, [one for one in leaves_of(result) if is_device(one)])
+        capture.add(read, written, work, [one for one in tree_leaves(result) if is_device(one)])
     return result
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from standin import recording
 
@@ -33,11 +32,6 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]  # type: ignore[
 def is_device(value: object) -> bool:
     """Return whether a value is a tensor of the stand-in."""
     return isinstance(value, torch.Tensor) and value.device.type == NAME
-
-
-def leaves_of(result: Any) -> list[Any]:
-    """Return the tensors and numbers of a result."""
-    return [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
 
 
 def to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:

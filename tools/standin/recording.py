@@ -107,11 +107,10 @@ def find_line() -> str:
     outer, frame = "", cast("Any", sys._getframe(1))
     while frame:  # the number of a line is computed when it is read
         name = _name_file(frame.f_code.co_filename)
-        if name.startswith(("packages/", "tools/")) and "/tests/" not in name:
-            return f"{name}:{frame.f_lineno}"
-        if name and not outer:
+        is_ours = name.startswith(("packages/", "tools/")) and "/tests/" not in name
+        if is_ours or (name and not outer):
             outer = f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+        frame = None if is_ours else frame.f_back
     return outer or "backward (a thread of autograd)"
 
 
