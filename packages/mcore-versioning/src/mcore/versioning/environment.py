@@ -145,8 +145,8 @@ def _find_shadowing(
     installed: Distribution, version: str, module: str, spec: ModuleSpec
 ) -> Iterator[str]:
     place = module.replace(".", "/")
-    # An editable installation records none of the module's files, so nothing is compared. The
-    # standard library makes an object of each of torch's 12,000 files, which takes half a second.
+    # An editable installation records none of the module's files, so nothing is compared. Reading
+    # the record here saves an object for each of torch's 12,000 files, half a second.
     own_files = {
         Path(str(installed.locate_file(name))).resolve()
         for name, *_ in csv.reader((installed.read_text("RECORD") or "").splitlines())
