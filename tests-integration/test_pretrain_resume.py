@@ -20,6 +20,7 @@ from pretrain.settings import Settings, write_settings
 from pretrain.usage import UsageError
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import losses_of, pretrain, train_on_ranks
+from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
 STEPS = 12
@@ -42,8 +43,9 @@ def start(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[fl
     ids=["cp2-bf16", "dp2-untied-dropout"],
 )
 def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
-    whole = start(settings, tmp_path / "whole")
-    first = start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
+    halved = dataclasses.replace(settings, exit_after=STOP)
+    train_all([("whole", settings), ("parts", halved)], tmp_path)
+    whole, first = (losses_of(tmp_path / name) for name in ("whole", "parts"))
     assert len(first) == STOP
     assert first == whole[:STOP]
     resumed = start(settings, tmp_path / "parts", resume=True)
@@ -53,8 +55,9 @@ def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> 
 def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
     """Its ranks took their number for a data-parallel size, with other random streams."""
     settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL)
-    whole = start(settings, tmp_path / "whole")
-    start(dataclasses.replace(settings, exit_after=3), tmp_path / "parts")  # which is not kept
+    halved = dataclasses.replace(settings, exit_after=3)  # which is not kept
+    train_all([("whole", settings), ("parts", halved)], tmp_path)
+    whole = losses_of(tmp_path / "whole")
     done = pretrain(tmp_path, "--resume", "parts")
     assert done.returncode == 0, done.stderr
     assert "pretrain: from step" not in done.stderr
@@ -128,10 +131,12 @@ def test_sharded_and_whole_replicas_read_each_others_checkpoints(tmp_path: Path)
     whole = Settings(tp=1, cp=1, dp=4, **SMALL)
     sharded = dataclasses.replace(whole, fsdp=True, hsdp_outer=2)
     expected = plain_losses(whole)
-    for name, before, after in (("one", sharded, whole), ("other", whole, sharded)):
-        start(dataclasses.replace(before, exit_after=STOP), tmp_path / name)
-        resumed = start(after, tmp_path / name, resume=True)
-        assert resumed == pytest.approx(expected, rel=1e-4), name
+    begun = [dataclasses.replace(one, exit_after=STOP) for one in (sharded, whole)]
+    train_all(
+        [("one", begun[0]), ("other", begun[1]), ("one", whole), ("other", sharded)], tmp_path
+    )
+    for name in ("one", "other"):
+        assert losses_of(tmp_path / name) == pytest.approx(expected, rel=1e-4), name
 
 
 class Reader(CheckpointedState):
@@ -165,8 +170,9 @@ def test_all_ranks_load_what_rank_0_sees(tmp_path: Path) -> None:
 def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     """A run killed between checkpoints has logged steps that the next start does again."""
     settings = Settings(tp=1, cp=1, dp=1, **SMALL)
-    whole = start(settings, tmp_path / "whole")
-    start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
+    halved = dataclasses.replace(settings, exit_after=STOP)
+    train_all([("whole", settings), ("parts", halved)], tmp_path)
+    whole = losses_of(tmp_path / "whole")
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": STOP + 1, "lm loss": 99.0}) + "\n")
         metrics.write('{"step": 8, "lm lo')

@@ -117,7 +117,7 @@ def train_one_without_waits(settings: Settings, run_dir: str) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("layouts", [["packed"], ["dp", "tp", "cp", "fsdp", "pp"]], ids=len)
+@pytest.mark.parametrize("layouts", [["packed"], ["dp", "tp", "cp", "fsdp", "pp"]], ids="-".join)
 def test_the_host_waits_only_in_steps_with_a_console_line(
     layouts: list[str], tmp_path: Path
 ) -> None:
