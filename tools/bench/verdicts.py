@@ -211,8 +211,7 @@ def judge_by_detector(job: Job) -> Iterator[set[int]]:
     """Yield the ranks that the straggler detector reports, of each report."""
     world, past = job.times.shape[1], PastReports(_NAMES, peers=job.peers)
     stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
-    row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
-    rows = row.repeat(world, 1)
+    rows = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1).repeat(world, 1)
     if job.temperatures is not None:
         rows[:, _TEMPERATURE] = job.temperatures
     for of_report in job.times:

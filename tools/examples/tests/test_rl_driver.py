@@ -28,8 +28,7 @@ WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 def test_the_workers_score_every_prompt_and_the_driver_needs_no_group() -> None:
     prompts = ["ab", "xyz", "q"]
-    words = [str(DRIVER), "--workers", "4", "--tp", "2", *prompts]
-    ended = run_script(RUN, *words, env=WITHOUT_GPU, timeout_s=300)
+    ended = run_script(RUN, str(DRIVER), "--workers", "4", "--tp", "2", *prompts, env=WITHOUT_GPU)
     assert ended.returncode == 0, ended.stderr
     first, *lines = ended.stdout.splitlines()
     assert first.endswith("ProcessGroups(empty)")
