@@ -121,12 +121,18 @@ def test_folder_of_that_name_where_nothing_is_installed(site: Path) -> None:
     assert reason == f"some_lib is only a folder without code: {site / 'some_lib'}"
 
 
+@pytest.mark.parametrize("record", ["RECORD", "SOURCES.txt"])
 @pytest.mark.parametrize("file", ["some_lib/__init__.py", "some_lib.cpython-311-linux.so"])
 def test_file_that_shadows_the_installed_module(
-    file: str, install: Install, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str,
+    record: str,
+    install: Install,
+    site: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    info = install("some-lib", "1.2")
-    (info / "RECORD").write_text(f"{file},,\n")
+    info = install("some-lib", "1.2", record=False)
+    (info / record).write_text(f"{file}{',,' if record == 'RECORD' else ''}\n")
     (site / file).parent.mkdir(exist_ok=True)
     (site / file).write_text("")  # from Python 3.12 on, files that are missing are skipped
     front = tmp_path / "front"
@@ -429,6 +435,7 @@ ODD = {
     "latin metadata": {"METADATA": METADATA + b"Author: J\xf6rg\n"},
     "byte order mark": {"METADATA": b"\xef\xbb\xbf" + METADATA},
     "columns of RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/__init__.py,,,,extra\n"},
+    "lines of RECORD": {"METADATA": METADATA, "RECORD": b"\nodd_package/__init__.py,,\n\n"},
     "latin RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/\xf6.py,,\n"},
     "size in RECORD": {"METADATA": METADATA, "RECORD": b"odd_package/__init__.py,sha256=a,big\n"},
     "tag": {"METADATA": METADATA, "WHEEL": b"Wheel-Version: 1.0\nTag: cp311\n"},

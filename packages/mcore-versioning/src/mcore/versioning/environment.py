@@ -145,11 +145,13 @@ def _find_shadowing(
     installed: Distribution, version: str, module: str, spec: ModuleSpec
 ) -> Iterator[str]:
     place = module.replace(".", "/")
-    # An editable installation records none of the module's files, so nothing is compared. Reading
-    # the record here saves an object for each of torch's 12,000 files, half a second.
+    # Reading the record here saves an object for each of torch's 12,000 files, half a second.
+    rows = list(filter(None, csv.reader((installed.read_text("RECORD") or "").splitlines())))
+    names = [row[0] for row in rows] or [file.as_posix() for file in installed.files or ()]
+    # An editable installation records none of the module's files, so nothing is compared.
     own_files = {
         Path(str(installed.locate_file(name))).resolve()
-        for name, *_ in csv.reader((installed.read_text("RECORD") or "").splitlines())
+        for name in names
         if name.endswith(_MODULE_SUFFIXES)
         and re.sub(r"\.[^/]*$", "", name) in (place, f"{place}/__init__")
     }
