@@ -64,10 +64,13 @@ BY_NAME = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of all selected tests."""
+    selected = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    names = {callspec.params.get("name") for callspec in selected} & BY_NAME.keys()
     folder = tmp_path_factory.mktemp("runs")
-    train_all(sorted(BY_NAME.items(), key=lambda job: job[1].world_size), folder)
+    jobs = [(name, settings) for name, settings in BY_NAME.items() if name in names]
+    train_all(sorted(jobs, key=lambda job: job[1].world_size), folder)
     return folder
 
 

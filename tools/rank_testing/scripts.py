@@ -18,22 +18,13 @@ import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from rank_testing.server import list_script_modules, make_server_environment
+from rank_testing.server import connect_scripts
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
 _PR_SET_PDEATHSIG = 1
 _START_S = 300.0  # the first script waits for the server's imports
-# The script is executed at the top level of the server's script, so its process ends like that of
-# any interpreter: with sys.excepthook, atexit and the teardown after them.
-_SERVER = (
-    "import sys\nfrom rank_testing.scripts import next_script\n"
-    "exec(next_script(int(sys.argv[1]), sys.argv[2:]))"
-)
-
 _starting = threading.Lock()
-# The process that it serves, the socket to it, and the server itself.
-_server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
 
 
 class Script:
@@ -58,7 +49,7 @@ class Script:
         payload = json.dumps(request).encode()
         files = [self._output.fileno(), self._errors.fileno(), theirs.fileno()]
         with _starting, theirs:
-            server = _ensure_server()
+            server = connect_scripts()
             socket.send_fds(server, [_LENGTH.pack(len(payload))], files)
             server.sendall(payload)
         self._has_ended = False
@@ -147,24 +138,10 @@ def _read_all(file: int) -> str:
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="backslashreplace")
 
 
-def _ensure_server() -> socket.socket:
-    global _server
-    if _server is None or _server[0] != os.getpid():
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *list_script_modules()],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **make_server_environment()},
-                start_new_session=True,
-            )
-        _server = os.getpid(), ours, process
-    return _server[1]
+def fork_server(descriptor: int, modules: list[str]) -> str | None:
+    """Import modules and fork a process that starts scripts until the test process is gone.
 
-
-def next_script(descriptor: int, modules: list[str]) -> str:
-    """Serve requests until the test process is gone. Return the code in each script's process.
+    Returns None in the caller and, in the process of each script, its code.
 
     Each script has a waiting process between it and the server, which reports its number and its
     exit status: the server itself may be busy with the next request.
@@ -175,6 +152,17 @@ def next_script(descriptor: int, modules: list[str]) -> str:
         with contextlib.suppress(ImportError):
             __import__(name)
     loaded = sys.modules.keys() - before
+    # Its parent ends at once: the fork server of the ranks does not wait for other processes.
+    if child := os.fork():
+        os.close(descriptor)
+        os.waitpid(child, 0)
+        return None
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     gc.enable()
     gc.freeze()  # else the end of a script collects all of it, which takes longer than the script
     with socket.socket(fileno=descriptor) as requests:

@@ -1,13 +1,15 @@
-"""The fork server that starts ranks on the CPU. Ranks for an accelerator are spawned."""
+"""The fork server of scripts and of ranks on the CPU. Ranks for an accelerator are spawned."""
 
 import contextlib
 import multiprocessing
 import os
+import socket
 import sys
-from collections.abc import Iterator
-from multiprocessing import forkserver
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from unittest import mock
 
 # Imported once by the fork server and inherited by every rank. None of them starts a thread or
 # touches an accelerator, which a forked rank could not use any more.
@@ -23,6 +25,15 @@ _PRELOADED = (
 _PRELOADED_IF_USED = ("hypothesis", "numpy", "torch.distributed.checkpoint")
 _preloaded_for_tests: list[str] = []
 _CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "standin", "ucc"})
+# The part that starts scripts leaves first. A script is executed at the top level of the program,
+# so its process ends like that of any interpreter: with sys.excepthook, atexit and the teardown.
+_PROGRAM = """import sys
+from rank_testing.scripts import fork_server
+code = fork_server({}, {!r})
+if code is None: {}
+exec(code)"""
+_spawn: Callable[..., int] = util.spawnv_passfds
+_scripts: tuple[int, socket.socket] | None = None  # the process it serves, and the socket to it
 
 
 def preload(*modules: str) -> None:
@@ -44,18 +55,35 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    context.set_forkserver_preload([*list_script_modules(), *_PRELOADED, *used])
-    with _set_variables(make_server_environment()):
+    context.set_forkserver_preload([*_PRELOADED, *used])
+    begin = mock.patch.object(util, "spawnv_passfds", _spawn_with_scripts)
+    with _set_variables(_make_server_environment()), begin:
         forkserver.ensure_running()
     return context
 
 
-def list_script_modules() -> list[str]:
-    """Return the modules that every process forked for a test has imported."""
-    return [*_FIRST, *_preloaded_for_tests]
+def connect_scripts() -> socket.socket:
+    """Return the socket to the part of the fork server that starts scripts."""
+    if _scripts is None or _scripts[0] != os.getpid():
+        start_context(None)
+    if _scripts is None:
+        raise RuntimeError("this process has a fork server already, which starts no scripts")
+    return _scripts[1]
 
 
-def make_server_environment() -> dict[str, str]:
+def _spawn_with_scripts(path: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+    global _scripts
+    *flags, program = arguments
+    if "multiprocessing.forkserver" not in program:
+        return _spawn(path, arguments, files)
+    ours, theirs = socket.socketpair()
+    _scripts = os.getpid(), ours
+    with theirs:
+        program = _PROGRAM.format(theirs.fileno(), [*_FIRST, *_preloaded_for_tests], program)
+        return _spawn(path, [*flags, program], [*files, theirs.fileno()])
+
+
+def _make_server_environment() -> dict[str, str]:
     """Return the additional variables of a server. Its children do not keep them."""
     # Numerical libraries start their threads on import: a process that forks may have no second
     # one. The server of Python 3.10 and 3.11 does not inherit the path of the test process.
