@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import itertools
 import weakref
 from collections import defaultdict
@@ -100,7 +99,6 @@ class Graph:
 def graph(cuda_graph: Graph, pool: tuple[int, int] | None = None, **_: Any) -> Iterator[None]:
     """Capture a block, as ``torch.cuda.graph``."""
     synchronize()
-    gc.collect()
     with Stream():
         cuda_graph.capture_begin(pool)
         try:
