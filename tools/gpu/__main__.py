@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpu.limits import JOURNAL, LIMIT
 from results.journal import append_line, read_journal, write_whole
 from results.machine import describe_machine, join_facts, timestamp
@@ -45,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     journal: Path = options.folder / "gpu.jsonl"
     journal.unlink(missing_ok=True)
-    device = torch.cuda.get_device_name(0) if options.device == "cuda" else options.device
+    device = options.device
+    if device == "cuda":
+        import torch  # it takes seconds, and the phases import it for themselves
+
+        device = torch.cuda.get_device_name(0)
     libraries = describe_machine("megatron-core", "transformer-engine", "xxhash")
     facts = {"machine": socket.gethostname(), "device": device, "at": timestamp(), **libraries}
     append_line(journal, {"kind": "machine", "facts": facts})

@@ -31,7 +31,7 @@ _SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
     "document_multiple": 16, "global_batch_size": _BATCH, "warmup_iters": 2, "train_iters": 100,
     "eval_interval": 0, "save_interval": 0, "tensorboard": False, "mlflow": False,
-    "straggler": False,
+    "straggler": False, "data": "text",
 }  # fmt: skip
 # Kinds that the dimensions do not reach, and the settings with their usual value for their names.
 # Only without a pipeline are the micro-batches one of them.
@@ -65,7 +65,13 @@ def combinations(ranks: int, data: str) -> list[Settings]:
     Every dimension of a combination has an effect: sharding needs replicas, and dp takes the
     remaining ranks.
     """
-    return [one for sizes in _list_sizes(ranks) for one in _add_switches(sizes, ranks, data)]
+    return [dataclasses.replace(one, data=data) for one in _find_valid(ranks)]
+
+
+@functools.cache
+def _find_valid(ranks: int) -> list[Settings]:
+    """The valid combinations over any text: its name decides nothing, and checks take seconds."""
+    return [one for sizes in _list_sizes(ranks) for one in _add_switches(sizes, ranks)]
 
 
 def choose_combinations(ranks: int, data: str) -> list[Settings]:
@@ -111,12 +117,11 @@ def _list_sizes(ranks: int) -> Iterator[dict[str, Any]]:
             yield {**dense, **sharded, **experts}
 
 
-def _add_switches(sizes: dict[str, Any], ranks: int, data: str) -> list[Settings]:
+def _add_switches(sizes: dict[str, Any], ranks: int) -> list[Settings]:
     """The valid combinations of some sizes with all switches."""
     valid = []
     for values in itertools.product((False, True), repeat=len(_SWITCHES)):
-        switches = dict(zip(_SWITCHES, values, strict=True))
-        settings = Settings(**{**_SHAPE, **sizes, **switches, "data": data})
+        settings = Settings(**{**_SHAPE, **sizes, **dict(zip(_SWITCHES, values, strict=True))})
         if _is_valid(settings, ranks):
             valid.append(settings)
     return valid

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-from mcore_migrate.__main__ import main as migrate
 from page_programs import run_by_sleeps
 from rank_testing import preload
 from rank_testing.programs import run_program
@@ -108,6 +107,8 @@ def _without_numbers(line: str) -> str:
 def test_the_command_makes_the_change_that_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from mcore_migrate.__main__ import main as migrate  # here: ranks import this file, not libcst
+
     monkeypatch.chdir(tmp_path)
     blocks = _BLOCK.findall((PAGES / "guides/migrate.md").read_text(encoding="utf-8"))
     (diff,) = (text for language, _, text in blocks if language == "diff")
