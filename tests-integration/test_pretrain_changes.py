@@ -155,16 +155,24 @@ def test_another_batch_size_continues_in_the_text_and_a_reset_begins_it(tmp_path
     assert [one["step"] for one in history if "reset_data" in one["changes"]] == [13, 13]
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that others take their weights from."""
+    folder = tmp_path_factory.mktemp("source")
+    train_on_ranks(Settings(**{**SMALL, "train_iters": 3}, dp=2), folder)
+    return folder
+
+
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 1, "bf16": True}, {"fsdp": True}])
-def test_a_run_begins_with_the_weights_of_another(layout: dict[str, Any], tmp_path: Path) -> None:
-    source = Settings(**SMALL, dp=2)
-    train_on_ranks(dataclasses.replace(source, train_iters=3), tmp_path / "source")
+def test_a_run_begins_with_the_weights_of_another(
+    layout: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
     start = Settings(**{**SMALL, **layout, "lr": 0.0, "min_lr": 0.0, "train_iters": 1},
-                     init_from=str(tmp_path / "source"))  # fmt: skip
+                     init_from=str(source))  # fmt: skip
     train_on_ranks(start, tmp_path / "new")
     before, after = (
-        whole_parameters(next((tmp_path / run / "checkpoints").iterdir()))
-        for run in ("source", "new")
+        whole_parameters(next((run / "checkpoints").iterdir()))
+        for run in (source, tmp_path / "new")
     )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -187,7 +195,7 @@ def test_other_sizes_are_refused_with_both_numbers(tmp_path: Path) -> None:
     text = "the cat sat on the mat. " * 40
     (tmp_path / "text.txt").write_text(text)
     options = [*source, "--eval-only", "--data", "text.txt", "--validation-share", "0.9"]
-    done = pretrain(tmp_path, *QUIET, *options)
+    done = pretrain(tmp_path, *QUIET, *options, "--train-iters", "2")
     assert done.returncode == 0, done.stderr
     [measured] = curve_of(tmp_path / "new", "lm loss validation").values()
     assert last_value(done.stdout, "validation loss") == f"{measured:.3f} nats per byte"

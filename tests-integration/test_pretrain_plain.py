@@ -166,7 +166,7 @@ def test_layouts_equal_the_plain_loop_in_float64(tmp_path: Path) -> None:
 
 
 def test_the_job_of_the_default_size_learns_as_the_plain_loop_does(tmp_path: Path) -> None:
-    settings = Settings(dp=1, warmup_iters=4, train_iters=16, eval_batches=1, **OFF)
+    settings = Settings(dp=1, warmup_iters=3, train_iters=10, eval_batches=1, **OFF)
     train_on_ranks(settings, tmp_path)
     ours = losses_of(tmp_path)
     theirs = train_plainly(settings, settings.train_iters, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +20,100 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
 from pretrain.usage import UsageError
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import losses_of, pretrain, train_on_ranks
-from pretrain_worlds import train_all
+from pretrain_runs import losses_of, pretrain, train_here
+from pretrain_worlds import Job, train_all
 from rank_testing import run_ranks
 
-STEPS = 12
-STOP = 6
-SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 5}
+STEPS = 8
+STOP = 4
+SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 3}
 
 
-def start(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[float]:
-    """Run the job on its ranks and return all losses that its folder has by then."""
-    train_on_ranks(settings, run_dir, resume=resume)
-    return losses_of(run_dir)
+SAME = {
+    "cp2-bf16": Settings(tp=1, cp=2, dp=1, bf16=True, **SMALL),
+    "dp2-untied-dropout": Settings(tp=1, cp=1, dp=2, dropout=0.1, untied=True, **SMALL),
+}
+# Its ranks took their number for a data-parallel size, with other random streams.
+COMMAND = Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL)
+LOGGED_MORE = Settings(tp=1, cp=1, dp=1, **SMALL)
+# Sizes of tp, cp and dp before and after.
+MOVED = {
+    "tp2 to dp2": ((2, 1, 1), (1, 1, 2)),
+    "dp2 to tp2": ((1, 1, 2), (2, 1, 1)),
+    "tp2-cp2 to one": ((2, 2, 1), (1, 1, 1)),
+    "one to tp3": ((1, 1, 1), (3, 1, 1)),
+}
+REPLICAS = Settings(tp=1, cp=1, dp=4, **SMALL)
+SHARDED = dataclasses.replace(REPLICAS, fsdp=True, hsdp_outer=2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        Settings(tp=1, cp=2, dp=1, bf16=True, **SMALL),
-        Settings(tp=1, cp=1, dp=2, dropout=0.1, untied=True, **SMALL),
-    ],
-    ids=["cp2-bf16", "dp2-untied-dropout"],
-)
-def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
-    halved = dataclasses.replace(settings, exit_after=STOP)
-    train_all([("whole", settings), ("parts", halved)], tmp_path)
-    whole, first = (losses_of(tmp_path / name) for name in ("whole", "parts"))
+def moved(sizes: tuple[int, int, int]) -> Settings:
+    """Settings of a layout that has other sizes when it goes on."""
+    shape = {**SMALL, "hidden_size": 48, "num_attention_heads": 12}
+    return Settings(**dict(zip(("tp", "cp", "dp"), sizes, strict=True)), **shape)
+
+
+WHOLE = {**SAME, "command": COMMAND, "logged more": LOGGED_MORE}
+# The settings of the runs that begin in one process and go on in another one.
+BEFORE = {**WHOLE, **{name: moved(before) for name, (before, _) in MOVED.items()}}
+AFTER = {
+    **SAME,
+    "logged more": LOGGED_MORE,
+    **{name: moved(after) for name, (_, after) in MOVED.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs without a break, below "whole", of begun ones, and of two kinds of dp."""
+    folder = tmp_path_factory.mktemp("begun")
+    jobs = [(f"whole/{name}", settings) for name, settings in WHOLE.items()]
+    jobs += [(name, halved(settings)) for name, settings in BEFORE.items()]
+    # The first use of sharding takes long: these go on in the same processes.
+    jobs += [("sharded to whole", halved(SHARDED)), ("whole to sharded", halved(REPLICAS))]
+    jobs += [("sharded to whole", REPLICAS), ("whole to sharded", SHARDED)]
+    train_all(sorted(jobs, key=lambda job: job[1].world_size), folder)
+    return folder
+
+
+def halved(settings: Settings) -> Settings:
+    """The same, up to a stop that is not kept."""
+    return dataclasses.replace(settings, exit_after=STOP)
+
+
+@pytest.fixture(scope="module")
+def resumed(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the folder in which the runs have gone on, all but that of the command."""
+    folder = tmp_path_factory.mktemp("resumed") / "runs"
+    shutil.copytree(begun, folder)
+    # A run killed between checkpoints has logged steps that the next start does again.
+    with (folder / "logged more" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": STOP + 1, "lm loss": 99.0}) + "\n")
+        metrics.write(f'{{"step": {STOP + 2}, "lm lo')
+    for size in {settings.world_size for settings in AFTER.values()}:
+        of_size = [job for job in AFTER.items() if job[1].world_size == size]
+        run_ranks(resume_here, size, of_size, str(folder), timeout_s=600)
+    return folder
+
+
+def resume_here(jobs: list[Job], folder: str) -> None:
+    """Be a rank of one resumed run after the other."""
+    for name, settings in jobs:
+        train_here(settings, f"{folder}/{name}", resume=True)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same_layout_goes_on_bit_for_bit(name: str, begun: Path, resumed: Path) -> None:
+    whole, first = losses_of(begun / "whole" / name), losses_of(begun / name)
     assert len(first) == STOP
     assert first == whole[:STOP]
-    resumed = start(settings, tmp_path / "parts", resume=True)
-    assert resumed == whole
+    assert len(whole) == STEPS
+    assert losses_of(resumed / name) == whole
 
 
-def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
-    """Its ranks took their number for a data-parallel size, with other random streams."""
-    settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL)
-    halved = dataclasses.replace(settings, exit_after=3)  # which is not kept
-    train_all([("whole", settings), ("parts", halved)], tmp_path)
-    whole = losses_of(tmp_path / "whole")
+def test_the_command_goes_on_in_the_stored_layout(begun: Path, tmp_path: Path) -> None:
+    whole = losses_of(begun / "whole" / "command")
+    shutil.copytree(begun / "command", tmp_path / "parts")
     done = pretrain(tmp_path, "--resume", "parts")
     assert done.returncode == 0, done.stderr
     assert "pretrain: from step" not in done.stderr
@@ -106,37 +162,16 @@ def test_another_number_of_ranks_is_no_layout(tmp_path: Path) -> None:
         resolve(parse(["--resume", str(tmp_path)]), 2)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, 1, 1), (1, 1, 2)),
-        ((1, 1, 2), (2, 1, 1)),
-        ((2, 2, 1), (1, 1, 1)),
-        ((1, 1, 1), (3, 1, 1)),
-    ],
-)
-def test_another_layout_goes_on_with_equal_losses(
-    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
-) -> None:
-    shape = {**SMALL, "hidden_size": 48, "num_attention_heads": 12}
-    one = Settings(**dict(zip(("tp", "cp", "dp"), before, strict=True)), **shape)
-    other = Settings(**dict(zip(("tp", "cp", "dp"), after, strict=True)), **shape)
-    first = start(dataclasses.replace(one, exit_after=STOP), tmp_path)
-    resumed = start(other, tmp_path, resume=True)
-    assert resumed == pytest.approx(plain_losses(one), rel=1e-4)
-    assert resumed[:STOP] == first
+@pytest.mark.parametrize("name", MOVED)
+def test_another_layout_goes_on_with_equal_losses(name: str, begun: Path, resumed: Path) -> None:
+    found = losses_of(resumed / name)
+    assert found == pytest.approx(plain_losses(BEFORE[name]), rel=1e-4)
+    assert found[:STOP] == losses_of(begun / name)
 
 
-def test_sharded_and_whole_replicas_read_each_others_checkpoints(tmp_path: Path) -> None:
-    whole = Settings(tp=1, cp=1, dp=4, **SMALL)
-    sharded = dataclasses.replace(whole, fsdp=True, hsdp_outer=2)
-    expected = plain_losses(whole)
-    begun = [dataclasses.replace(one, exit_after=STOP) for one in (sharded, whole)]
-    train_all(
-        [("one", begun[0]), ("other", begun[1]), ("one", whole), ("other", sharded)], tmp_path
-    )
-    for name in ("one", "other"):
-        assert losses_of(tmp_path / name) == pytest.approx(expected, rel=1e-4), name
+@pytest.mark.parametrize("name", ["sharded to whole", "whole to sharded"])
+def test_sharded_and_whole_replicas_read_each_others_checkpoints(name: str, begun: Path) -> None:
+    assert losses_of(begun / name) == pytest.approx(plain_losses(REPLICAS), rel=1e-4)
 
 
 class Reader(CheckpointedState):
@@ -167,13 +202,5 @@ def test_all_ranks_load_what_rank_0_sees(tmp_path: Path) -> None:
     assert run_ranks(read_latest, 2, folders[::-1]) == 2 * [["step_00000004"]]
 
 
-def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
-    """A run killed between checkpoints has logged steps that the next start does again."""
-    settings = Settings(tp=1, cp=1, dp=1, **SMALL)
-    halved = dataclasses.replace(settings, exit_after=STOP)
-    train_all([("whole", settings), ("parts", halved)], tmp_path)
-    whole = losses_of(tmp_path / "whole")
-    with (tmp_path / "parts" / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"step": STOP + 1, "lm loss": 99.0}) + "\n")
-        metrics.write('{"step": 8, "lm lo')
-    assert start(settings, tmp_path / "parts", resume=True) == whole
+def test_steps_logged_after_the_checkpoint_are_logged_once(begun: Path, resumed: Path) -> None:
+    assert losses_of(resumed / "logged more") == losses_of(begun / "whole" / "logged more")

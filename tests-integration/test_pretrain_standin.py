@@ -85,7 +85,7 @@ def test_clipped_steps_are_those_of_float64(layout: str, tmp_path: Path) -> None
 
 def test_a_resumed_run_continues_as_one_without_a_break(tmp_path: Path) -> None:
     settings = Settings(**{**STEPS, "dp": 1, "async_save": True, "save_interval": 2})
-    halved = Settings(**{**STEPS, "dp": 1, "async_save": True, "exit_after": 2})
+    halved = Settings(**{**STEPS, "dp": 1, "async_save": True, "exit_after": 1})
     jobs = [("whole", settings), ("broken", halved), ("broken", settings)]
     train_all(jobs, tmp_path, kind="standin")
     assert losses_of(tmp_path / "broken") == losses_of(tmp_path / "whole")
@@ -158,7 +158,7 @@ def test_experts_wait_for_the_sizes_of_messages_and_a_tracker_once(
     layout: str, tmp_path: Path
 ) -> None:
     kind = LAYOUTS["experts"] if layout == "experts" else {"dp": 1, "mtp": 1}
-    more = {"train_iters": 4, "log_interval": 3, "save_interval": 0, "eval_interval": 0}
+    more = {"train_iters": 3, "log_interval": 3, "save_interval": 0, "eval_interval": 0}
     settings = Settings(**{**STEPS, **kind, **more})
     found = run_ranks(
         count_waits, settings.world_size, settings, str(tmp_path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -375,6 +376,7 @@ def _check_stored(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> 
     return dict(stored)
 
 
+@functools.cache
 def surroundings() -> dict[str, str | None]:
     """Versions of Python, torch and the packages, host and commit (or None)."""
     names = (*_DISTRIBUTIONS, *(f"mcore-{part}" for part in _PARTS))
