@@ -568,6 +568,9 @@ def be_a_rank(scenario, folder, index, size, port):
     place["TORCHELASTIC_RUN_ID"] = "adapters"
     if size > 1 or scenario is titan_log:
         os.environ.update({name: str(value) for name, value in place.items()})
+    # A fork gets another pool of threads. The backward's threads of two devices, which both request
+    # it, may find none while one of them makes it.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     result = scenario(folder)
     (folder / f"{name}.json").write_text(json.dumps(result))
