@@ -493,7 +493,8 @@ def test_a_lack_of_memory_to_map_a_file_is_no_damage(tmp_path: Path) -> None:
     [errors] = run_ranks(load_with_little_memory, 1, str(tmp_path), size, init=None)
     assert len(errors) == 2
     for error in errors:
-        assert error.startswith(("MemoryError: ", "RuntimeError: "))
+        # The class depends on the release of safetensors: 0.5 raises OSError.
+        assert error.startswith(("MemoryError: ", "OSError: ", "RuntimeError: "))
         assert "Cannot allocate memory" in error
 
 
