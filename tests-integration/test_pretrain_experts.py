@@ -35,10 +35,12 @@ from pretrain_runs import (
 )
 from rank_testing import run_ranks
 
-SMALL: dict[str, Any] = {**BASE, "experts": 4, "mtp": 1, "balance_loss": 0.5, "z_loss": 0.2}
+STEPS = 4
+ROUTING: dict[str, Any] = {"experts": 4, "balance_loss": 0.5, "z_loss": 0.2}
+SMALL: dict[str, Any] = {**BASE, **ROUTING, "mtp": 1, "train_iters": STEPS}
 
 
-# Runs of four ranks that change their layout every two steps; the last part of "first" has one.
+# Runs of four ranks that change their layout after each step. One rank does the last of "first".
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "first": [
         {"dp": 4, "ep": 4},
@@ -46,15 +48,15 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
         {"tp": 2, "cp": 2, "dp": 1, "ep": 2, "fsdp": True, "recompute": True},
     ],
     "second": [
-        {"dp": 4, "ep": 2, "recompute": True, "check_replicas_interval": 2},
-        {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "check_replicas_interval": 2},
+        {"dp": 4, "ep": 2, "recompute": True, "check_replicas_interval": 1},
+        {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "check_replicas_interval": 1},
         {"cp": 2, "dp": 2, "ep": 2, "async_save": True},
         {"dp": 4, "fsdp": True, "hsdp_outer": 2},
     ],
 }
 LOW: list[dict[str, Any]] = [
-    {"dp": 4, "ep": 2},
-    {"dp": 4, "ep": 4, "fsdp": True},
+    {"dp": 4, "ep": 2, "exit_after": 1},
+    {"dp": 4, "ep": 4, "fsdp": True, "exit_after": 1},
     {"tp": 2, "dp": 2, "ep": 2},
 ]
 COMPARED = (
@@ -72,13 +74,13 @@ def train_on_four(root: str) -> str:
     """Be one of four ranks in all runs; return what it prints in the one with frozen routers."""
     for name, layouts in CHAINS.items():
         for number, layout in enumerate(layouts):
-            settings = settings_of(exit_after=2, **layout)
+            settings = settings_of(exit_after=1, **layout)
             train_here(settings, f"{root}/{name}", resume=number > 0)
     away = {"lr": 1e30, "min_lr": 1.0, "warmup_iters": 0, "max_skipped": 0, "train_iters": 3}
     with pytest.raises(DivergedError):
         train_here(settings_of(dp=4, ep=2, **away), f"{root}/diverged")
     for number, layout in enumerate(LOW):
-        settings = settings_of(exit_after=3, bf16=True, **layout)
+        settings = settings_of(bf16=True, **layout)
         train_here(settings, f"{root}/bf16", resume=number > 0)
     frozen = settings_of(dp=4, ep=4, freeze_router=True, train_iters=2)
     return train_here(frozen, f"{root}/frozen")
@@ -184,14 +186,14 @@ def test_rows_that_fill_up_the_vocabulary_are_no_predictions() -> None:
 def test_layouts_do_the_same_and_go_on_from_each_other(runs: tuple[Path, str]) -> None:
     root, _ = runs
     expected = curves_of(root / "alone")
-    weights = whole_parameters(root / "alone/checkpoints/step_00000008")
-    assert expected["lm loss"][8] < expected["lm loss"][1] - 0.1
+    weights = whole_parameters(root / f"alone/checkpoints/step_{STEPS:08d}")
+    assert expected["lm loss"][STEPS] < expected["lm loss"][1] - 0.1
     for name in CHAINS:
         found = curves_of(root / name)
         for metric in COMPARED:
-            assert list(expected[metric]) == list(range(1, 9))
+            assert list(expected[metric]) == list(range(1, STEPS + 1))
             assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (name, metric)
-        after = whole_parameters(root / name / "checkpoints/step_00000008")
+        after = whole_parameters(root / name / f"checkpoints/step_{STEPS:08d}")
         assert after.keys() == weights.keys()
         difference = norm_of(after[key] - weights[key] for key in after)
         assert difference < 1e-5 * norm_of(weights.values())

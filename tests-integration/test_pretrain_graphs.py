@@ -17,8 +17,8 @@ from pretrain_runs import curve_of, pretrain, train_here
 from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
-STEPS = 6
-SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 3}
+STEPS = 4
+SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 2}
 
 
 def train_repeatably_here(settings: Settings, run_dir: str) -> str:
@@ -86,7 +86,7 @@ def test_on_a_gpu_losses_are_those_of_the_eager_run(
 def test_a_run_with_dropout_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     """The streams that graphs advance are saved and put back."""
     settings = Settings(dp=1, dropout=0.2, cuda_graph="local", **SMALL)
-    halved = dataclasses.replace(settings, exit_after=4)
+    halved = dataclasses.replace(settings, exit_after=2)
     train_all([("whole", settings), ("parts", halved), ("parts", settings)], tmp_path)
     whole, parts = (curve_of(tmp_path / run, "lm loss") for run in ("whole", "parts"))
     assert list(whole) == list(range(1, STEPS + 1))

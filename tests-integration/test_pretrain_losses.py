@@ -21,7 +21,7 @@ from pretrain_runs import curve_of, losses_of, train_on_ranks
 from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
-SMALL: dict[str, Any] = {**BASE, "dp": 1, "train_iters": 5}
+SMALL: dict[str, Any] = {**BASE, "dp": 1, "train_iters": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2},

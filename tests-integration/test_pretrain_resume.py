@@ -24,8 +24,8 @@ from pretrain_runs import losses_of, pretrain, train_here
 from pretrain_worlds import Job, train_all
 from rank_testing import run_ranks
 
-STEPS = 8
-STOP = 4
+STEPS = 4
+STOP = 2
 SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 3}
 
 

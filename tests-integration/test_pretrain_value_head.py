@@ -30,7 +30,8 @@ from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
 from pretrain_worlds import train_all
 from rank_testing import run_ranks
 
-SMALL: dict[str, Any] = {**BASE, "value_head": True}
+STEPS = 4
+SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "value_head": True}
 CPU = torch.device("cpu")
 
 
@@ -111,13 +112,13 @@ def test_losses_equal_the_plain_value_model(tmp_path: Path) -> None:
     train_all(jobs, tmp_path)
     for name, settings in jobs:
         losses = losses_of(tmp_path / name, "value loss")
-        assert len(losses) == 8
+        assert len(losses) == STEPS
         assert losses[-1] < 0.7 * losses[0]
         assert losses == pytest.approx(plain_losses(settings), rel=2e-5), name
 
 
 def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
-    settings = Settings(dp=1, bf16=True, **{**SMALL, "train_iters": 40, "lr": 1e-2})
+    settings = Settings(dp=1, bf16=True, **{**SMALL, "train_iters": 12, "lr": 1e-2})
     [printed] = train_on_ranks(settings, tmp_path)
     losses = losses_of(tmp_path, "value loss")
     assert losses[-1] < 0.5 * losses[0]
@@ -129,7 +130,7 @@ def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
         "10 steps (mean squared error)\n"
         f"validation loss  {validation:.5f} mean squared error\n"
     ) in printed
-    assert f" validation loss at iteration 40 | value loss value: {validation:.6E} |\n" in printed
+    assert f" validation loss at iteration 12 | value loss value: {validation:.6E} |\n" in printed
     assert "PPL" not in printed
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["value_head"]
     draw_run(RunFolder(tmp_path), objective_of(settings))

@@ -1,8 +1,9 @@
-"""Imported by fork servers: the built-in text of the main job, read once for all forked ranks."""
+"""Imported by fork servers: what each run of the main job reads, once for all forked ranks."""
 
 import functools
 
-from pretrain import corpus
+from pretrain import corpus, settings
 
 corpus.load_corpus = functools.cache(corpus.load_corpus)
-corpus.load_corpus(0.05, 0)  # as the main job asks for it by default
+# The built-in text, as the main job asks for it by default, and the versions in config.json.
+_READ = corpus.load_corpus(0.05, 0), settings.surroundings()

@@ -16,6 +16,7 @@ from mcore.tensor import (
     local_multi_tensor_applier,
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
+    to_local_if_dtensor,
 )
 from mcore.tensor.param_flags import param_is_not_shared
 from pretrain.model.experts import is_expert
@@ -99,11 +100,13 @@ class AdamW:
         updated: list[Any] = [weight for weight in self.weights if weight.grad is not None]
         for is_matrix, decay in ((True, given.weight_decay), (False, 0.0)):
             some = [weight for weight in updated if (weight.dim() >= 2) == is_matrix]
-            averages, squares, steps = ([self._state[w][n] for w in some] for n in range(3))
+            # Of plain shards: torch plans each new operation on DTensors, which takes long.
+            local = [[to_local_if_dtensor(t) for t in (w, w.grad, *self._state[w])] for w in some]
+            weights, grads, averages, squares, steps = ([t[n] for t in local] for n in range(5))
             adamw(
-                some, [weight.grad for weight in some], averages, squares, [], steps, fused=True,
-                found_inf=found_inf, beta1=given.adam_beta1, beta2=given.adam_beta2, amsgrad=False,
-                lr=learning_rate, eps=given.adam_eps, weight_decay=decay, maximize=False,
+                weights, grads, averages, squares, [], steps, fused=True, found_inf=found_inf,
+                beta1=given.adam_beta1, beta2=given.adam_beta2, amsgrad=False, lr=learning_rate,
+                eps=given.adam_eps, weight_decay=decay, maximize=False,
             )  # fmt: skip
         for weight in updated:
             weight.grad = None
