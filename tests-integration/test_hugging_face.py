@@ -29,6 +29,7 @@ preload(
     "transformers.models.llama.modeling_llama",
 )
 
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 TOKENS = torch.arange(12).view(2, 6) * 7
 
 
