@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -477,11 +475,3 @@ def use_all(made: dict[str, Any]) -> dict[str, Any]:
         except Exception:
             found[name] = traceback.format_exc()
     return found
-
-
-if __name__ == "__main__":  # a spawned process: objects come pickled, results leave so
-    import public_names  # the pickles name this module by its name
-
-    received = pickle.load(sys.stdin.buffer)
-    results = public_names.use_all({name: pickle.loads(one) for name, one in received.items()})
-    sys.stdout.buffer.write(pickle.dumps(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -37,11 +38,11 @@ def version(package: str) -> str:
 
 
 def build(source: Path, target: str, out: Path) -> Path:
-    """Build a wheel or an sdist of a source tree without network; return the file."""
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)],
-        cwd=source, check=True, capture_output=True,
-    )  # fmt: skip
+    """Build a wheel or an sdist of a source tree as installers do; return the file."""
+    hooks = importlib.import_module("hatchling.build")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(source)
+        getattr(hooks, f"build_{target}")(str(out))
     (built,) = out.iterdir()
     return built
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 
 from mcore.parallel.checkpoint import (
@@ -30,11 +29,14 @@ preload(
     "transformers.models.llama.modeling_llama",
 )
 
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 TOKENS = torch.arange(12).view(2, 6) * 7
 
 
 def make_model(kind: str, seed: int = 0) -> Any:
     """A model with random values everywhere, also in biases and norms."""
+    import transformers  # here: not in each worker that lists the tests
+
     torch.manual_seed(seed)
     if kind == "gpt2":
         config = transformers.GPT2Config(
@@ -56,6 +58,8 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
 
 def read_logits(kind: str, folder: Path) -> torch.Tensor:
+    import transformers
+
     model = transformers.GPT2LMHeadModel if kind == "gpt2" else transformers.LlamaForCausalLM
     with torch.no_grad():
         return model.from_pretrained(folder).eval()(TOKENS).logits
@@ -234,6 +238,8 @@ def test_tensor_parallel_megatron_models_are_read_by_transformers(
 
 def test_names_that_transformers_changes_in_its_files_are_hinted_at(tmp_path: Path) -> None:
     """The hint named strict=False only. It has a mapping that works."""
+    import transformers
+
     sizes = {"vocab_size": 98, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1}
     config = transformers.GPTNeoXConfig(**sizes, num_attention_heads=4)
     model, other = transformers.GPTNeoXForCausalLM(config), transformers.GPTNeoXForCausalLM(config)

@@ -9,10 +9,9 @@ import torch
 
 from mcore.parallel.checkpoint import load_training_state, save_training_state
 
-titan = pytest.importorskip("torchtitan.components.optimizer.optimizer")
-
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    titan = pytest.importorskip("torchtitan.components.optimizer.optimizer")
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     config = titan.default_adamw(lr=1e-2)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from mcore.versioning import (
@@ -234,6 +233,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _graphs(function: Callable[..., Any], calls: int) -> int:
     """The number of graphs that some calls of a function make."""
+    from torch._dynamo.testing import CompileCounter  # here: it takes long to import
+
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, fullgraph=True)

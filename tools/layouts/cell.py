@@ -54,6 +54,7 @@ class Task:
     run_dir: str
     resumes: bool
     result: str  # the file for it
+    steps: int = STEPS  # from the start
 
 
 def do_tasks(tasks: list[Task], limit_s: int) -> None:
@@ -92,7 +93,7 @@ def _train(task: Task) -> Result:
     loop = build_loop(task.settings, RunFolder(path), CPU, begun, False, None, lambda: 0)
     result = Result(loop.progress.step + 1)
     routes: _Routes = {}
-    for step in range(result.first, result.first + (AFTER if task.resumes else STEPS)):
+    for step in range(result.first, result.first + (AFTER if task.resumes else task.steps)):
         with _note_routes(loop.steps.model, step, routes):
             found = _run_step(loop, step)
         if step == 1:
@@ -100,9 +101,9 @@ def _train(task: Task) -> Result:
         result.losses += found.losses
         result.norms += found.norms
     if not task.resumes:
-        loop.progress.step = STEPS
-        loop.progress.consumed_train_samples = STEPS * task.settings.global_batch_size
-        loop.saver.save(STEPS)
+        loop.progress.step = task.steps
+        loop.progress.consumed_train_samples = task.steps * task.settings.global_batch_size
+        loop.saver.save(task.steps)
         loop.saver.wait()
     if task.settings.experts:
         result.routes = _save_routes(routes, f"{task.result}.routes")

@@ -43,8 +43,9 @@ def write_text(folder: Path) -> str:
 
 
 def compare(
-    wanted: Sequence[Settings], every: list[Settings], folder: Path, deadline: float = math.inf
-) -> Iterator[Row]:
+    wanted: Sequence[Settings], every: list[Settings], folder: Path, deadline: float = math.inf,
+    steps: int = STEPS,
+) -> Iterator[Row]:  # fmt: skip
     """Yield the row of each wanted combination. Some of ``every`` load its checkpoint.
 
     Forks ranks: call it in a process that is no rank. Nothing begins after the deadline, of
@@ -54,11 +55,13 @@ def compare(
         if time.monotonic() >= deadline:
             return
         runs = folder / f"runs-{first}"
-        yield from _compare_batch(wanted[first : first + _AT_ONCE], every, runs)
+        yield from _compare_batch(wanted[first : first + _AT_ONCE], every, runs, steps)
         shutil.rmtree(runs)
 
 
-def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> list[Row]:
+def _compare_batch(
+    wanted: Sequence[Settings], every: list[Settings], folder: Path, steps: int
+) -> list[Row]:
     folder.mkdir()
     rows, tasks = [], []
     loads: list[tuple[Row, Settings, Result, Task]] = []
@@ -66,11 +69,11 @@ def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Pa
         facts = (tolerance_of(settings), timestamp(), join_facts(describe_machine()))
         rows.append(Row(name_of(settings), settings.world_size, settings.num_layers, *facts))
         run_dir = folder / f"{number}"
-        tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
+        tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json", steps))
     for row, task, result in zip(rows, tasks, _run_tasks(tasks), strict=True):
         settings = task.settings
-        steps = functools.partial(compare_steps, result=result, experts_together=settings.bf16)
-        _compare_as_routed(row, settings, [result], steps)
+        judge = functools.partial(compare_steps, result=result, experts_together=settings.bf16)
+        _compare_as_routed(row, settings, steps, [result], judge)
         if result.error:
             continue
         for place, other in enumerate(others(task.settings, every)):
@@ -81,19 +84,19 @@ def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Pa
     found = _run_tasks([task for *_, task in loads])
     for (row, settings, begun, task), result in zip(loads, found, strict=True):
         load = functools.partial(compare_load, result=result, layout=name_of(task.settings))
-        _compare_as_routed(row, settings, [begun, result], load)
+        _compare_as_routed(row, settings, steps, [begun, result], load)
     return rows
 
 
 def _compare_as_routed(
-    row: Row, settings: Settings, results: Sequence[Result], judge: Callable[..., None]
+    row: Row, settings: Settings, steps: int, results: list[Result], judge: Callable[..., None]
 ) -> None:
     """Judge results by the reference, or by the reference with their choices of experts.
 
     At a tie the bits of a CPU's kernels decide which expert a token reaches. Only ties are taken
     over. The bounds of bf16 include them.
     """
-    reference, first_try = reference_of(settings), dataclasses.replace(row, problems=[])
+    reference, first_try = reference_of(settings, steps), dataclasses.replace(row, problems=[])
     judge(first_try, reference=reference)
     is_routed = settings.experts and not settings.bf16 and all(one.routes for one in results)
     if first_try.problems and is_routed:
@@ -101,7 +104,7 @@ def _compare_as_routed(
             place: route for one in results for place, route in torch.load(one.routes).items()
         }
         try:
-            reference, ties = _train_routed(without_layout(settings), routes)
+            reference, ties = _train_routed(without_layout(settings), steps, routes)
         except RoutingError as error:
             row.problems.append(str(error))
             return
@@ -109,35 +112,32 @@ def _compare_as_routed(
     judge(row, reference=reference)
 
 
-def reference_of(settings: Settings) -> Reference:
+def reference_of(settings: Settings, steps: int) -> Reference:
     """The float64 process that a combination is compared with, computed once."""
-    return _train_reference(without_layout(settings))
+    return _train_reference(without_layout(settings), steps)
 
 
 @functools.cache
-def _train_reference(settings: Settings) -> Reference:
-    return _train_routed(settings, {})[0]
+def _train_reference(settings: Settings, steps: int) -> Reference:
+    return _train_routed(settings, steps, {})[0]
 
 
-def _train_routed(settings: Settings, routes: Routes) -> tuple[Reference, int]:
+def _train_routed(settings: Settings, steps: int, routes: Routes) -> tuple[Reference, int]:
     """Train the plain model in float64, and continue with the steps after a checkpoint.
 
     Also returns the number of tokens that took another expert because of ``routes``.
     """
     lines = Path(settings.data).read_text().splitlines()
     documents = [(json.loads(line)["text"] + "\n").encode() for line in lines]
-    kind = PlainExperts if settings.experts else PlainGPT
-    first, model = kind(settings).double(), kind(settings).double()
-    for one in (first, model):
-        if isinstance(one, PlainExperts):
-            one.routes = routes
-    torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
-    gradients = {name: float(grad.norm()) for name, grad in first.gradients().items()}
-    losses, norms = train_plain(
-        model, settings, loss_in_parts(model, settings, documents), steps=STEPS + AFTER
-    )
-    ties = model.ties if isinstance(model, PlainExperts) else 0
-    return Reference(losses, norms, gradients), ties
+    model = (PlainExperts if settings.experts else PlainGPT)(settings).double()
+    if isinstance(model, PlainExperts):
+        model.routes = routes
+    loss_of = loss_in_parts(model, settings, documents)
+    torch.autograd.backward(loss_of(1))
+    gradients = {name: float(grad.norm()) for name, grad in model.gradients().items()}
+    before = getattr(model, "ties", 0)
+    losses, norms = train_plain(model, settings, loss_of, steps=steps + AFTER)
+    return Reference(losses, norms, gradients), getattr(model, "ties", 0) - before
 
 
 def _run_tasks(tasks: Sequence[Task]) -> list[Result]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from layouts.cell import Result
-from layouts.combinations import RANKS, STEPS
+from layouts.combinations import AFTER, RANKS, STEPS
 from pretrain.settings import Settings
 from results import RECORDS
 from results.page import markdown_table, read_head
@@ -105,8 +105,8 @@ def compare_steps(
     if result.error:
         row.problems.append(result.error)
         return
-    row.loss = _find_largest(result.losses, reference.losses[:STEPS])
-    norms = _find_largest(result.norms, reference.norms[:STEPS])
+    row.loss = _find_largest(result.losses, reference.losses[:-AFTER])
+    norms = _find_largest(result.norms, reference.norms[:-AFTER])
     if result.gradients.keys() != reference.gradients.keys():
         row.problems.append(f"gradients of {sorted(result.gradients)}")
         return
@@ -125,10 +125,9 @@ def compare_load(row: Row, result: Result, reference: Reference, layout: str) ->
     if result.error:
         row.problems.append(f"as {layout}: {result.error}")
         return
-    later = slice(STEPS, STEPS + len(result.losses))
     difference = max(
-        _find_largest(result.losses, reference.losses[later]),
-        _find_largest(result.norms, reference.norms[later]),
+        _find_largest(result.losses, reference.losses[-AFTER:]),
+        _find_largest(result.norms, reference.norms[-AFTER:]),
     )
     if difference <= row.tolerance:
         row.loaded += 1

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from mcore.modules import Float16Module, MegatronModule
 
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 BF16 = SimpleNamespace(bf16=True)
 
 

@@ -17,6 +17,7 @@ class Model(MegatronModule):
         self.norm = torch.nn.LayerNorm(4)
 
 
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize("make", [Model, lambda: Float16Module(BF16, Model())])
 def test_biases_and_norms_are_not_decayed(make, tmp_path):
     transformers = pytest.importorskip("transformers")  # absent in isolated installations

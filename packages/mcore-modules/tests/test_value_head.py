@@ -351,6 +351,7 @@ def make_llama():
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.mark.xdist_group("transformers")
 @pytest.mark.usefixtures("on_each_device")
 def test_logits_of_a_model_of_transformers_are_a_tensor():
     model = make_llama()

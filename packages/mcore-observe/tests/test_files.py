@@ -156,6 +156,7 @@ def test_memory_snapshots(plant, private, tmp_path, monkeypatch):
     assert pickle.loads(path.read_bytes()) == {"segments": [1]}
 
 
+@pytest.mark.xdist_group("transformers")
 def test_counters_in_a_trainers_checkpoint(plant, private, tmp_path):
     from transformers import TrainerControl, TrainerState, TrainingArguments
 

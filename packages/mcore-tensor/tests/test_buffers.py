@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mcore.tensor import GlobalMemoryBuffer, assert_viewless_tensor
@@ -354,6 +353,8 @@ def test_a_compiled_function_returns_a_buffer_that_grows_again(backend):
 
 
 def test_compiled_code_serves_any_number_of_sizes_while_the_buffer_grows():
+    from torch._dynamo.testing import CompileCounterWithBackend  # here: it takes long to import
+
     torch.compiler.reset()
     buffers, counter = GlobalMemoryBuffer(), CompileCounterWithBackend("aot_eager")
 

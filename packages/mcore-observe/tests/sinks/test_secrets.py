@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore.observe import (
     ConfigContainer,
@@ -354,6 +353,8 @@ def test_values_without_a_text_leave_the_other_values():
 
 
 def test_a_run_goes_on_if_a_value_of_its_configuration_has_no_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     with RunLog(tmp_path, config=make_odd_values(), log_every=1, tensorboard=True) as log:
         log.log_step(torch.tensor(1.0))
         log.log_step(torch.tensor(2.0))

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,6 +327,8 @@ def test_the_comparison_reads_no_tensor() -> None:
 
 
 def zero(folder: Path) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: not in every rank
+
     def make(seed: int) -> tuple[torch.nn.Module, Any]:
         model = DistributedDataParallel(net(seed))
         groups = [

@@ -388,6 +388,7 @@ def test_a_tied_parameter_takes_one_content_only(tmp_path: Path) -> None:
     assert torch.equal(model["b"].weight, saved["a"].weight)
 
 
+@pytest.mark.xdist_group("transformers")
 def test_merged_adapters_are_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")  # an isolated installation has no other libraries
     config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
