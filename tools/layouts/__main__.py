@@ -121,7 +121,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="every layout with every set of switches: many hours")
     add(
         "--minutes", type=float, default=math.inf,
-        help="stop starting combinations after this time. 0 only prints the summary",
+        help="stop starting combinations after this time. 0 with --resume only prints the summary",
     )  # fmt: skip
     add(
         "--results", type=Path, default=Path("runs/layouts.jsonl"), metavar="FILE",

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hatch run scale", description=main.__doc__)
     add = parser.add_argument
     add("--items", nargs="+", choices=ITEMS, default=[*ITEMS], help="default: all")
-    add("--ranks", nargs="+", type=int, default=SIZES, metavar="N", help="default: %(default)s")
+    add("--ranks", nargs="+", type=int, default=SIZES, metavar="1024N", help="default: %(default)s")
     add("--record", nargs="?", type=Path, const=RESULTS, metavar="FILE",
         help="keep the results and write a page (default: those of the repository)")  # fmt: skip
     options = parser.parse_args(arguments)

@@ -242,7 +242,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--diff", action="store_true", help="print the change, write nothing")
-    output.add_argument("--json", action="store_true", help="print the results as JSON")
+    output.add_argument("--json", action="store_true", help="print JSON. Writes without --check")
     return parser
 
 

@@ -97,8 +97,8 @@ def check_text(checksum: int, resumed: Path) -> None:
     before = read_fact(resumed, "corpus_crc32")
     if before != checksum:
         raise UsageError(
-            f"--data: its text (checksum {checksum}) differs from the text of the run to "
-            f"resume ({before}), so its position has no meaning: start a new run"
+            f"--data: its text (checksum {checksum}) differs from the text of the run to resume "
+            f"({before}), so its position has no meaning: pass --reset-data or start a new run"
         )
 
 

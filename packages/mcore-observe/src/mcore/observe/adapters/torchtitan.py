@@ -31,7 +31,7 @@ class ObserveLogger(BaseLogger):
     Every rank makes one, since all ranks log. The last rank writes. There is a line whenever
     torchtitan logs (``log_freq``), with its loss of that step and the tokens it has seen. A first
     line after step 1 continues the run from its checkpoint: metrics from that step on are dropped
-    or overwritten. The run ends with ``close``, as failed if an exception is being handled.
+    if possible. The run ends with ``close``, as failed if an exception is being handled.
 
     Ranks are compared at each line by the forward passes of the model. Collectives in the forward
     pass, as with FSDP, hide slow ranks.

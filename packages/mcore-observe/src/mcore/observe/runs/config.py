@@ -57,7 +57,7 @@ class LoggerConfig:
             not delivered yet. With None there is no ``metrics.jsonl``, and undelivered metrics are
             kept in ``mcore-spool`` in the current folder.
         resume_step: The step of the checkpoint that the run continues from. Trackers continue their
-            runs, and metrics of later steps are dropped or overwritten. None starts new runs.
+            runs, and drop metrics of later steps if possible. None starts new runs.
         closing_s: Seconds that the end of the run waits for a tracker that cannot be reached.
         wandb_project: Weights & Biases project. None disables the tracker.
         wandb_exp_name: Name of the W&B run.

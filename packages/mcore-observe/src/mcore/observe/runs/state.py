@@ -456,7 +456,7 @@ class RunLog(GlobalState):
     Every rank makes one and calls :meth:`log_step`. The last rank writes. Use a ``with`` block to
     report to trackers how the run ended. To resume, save :meth:`state_dict` with a checkpoint and
     load it before the first step: counters and trackers continue, and metrics logged after the
-    checkpoint are dropped or overwritten. A run that loads nothing is new. If its folder has the
+    checkpoint are dropped if possible. A run that loads nothing is new. If its folder has the
     ``metrics.jsonl`` of an earlier run, that file is renamed, with a WARNING.
 
     Args:
