@@ -1,4 +1,4 @@
-"""Imported by fork servers: what each run of the main job reads, once for all forked ranks."""
+"""Imported by fork servers: the main job's text and versions, read once for all forked ranks."""
 
 import functools
 
