@@ -7,13 +7,11 @@ import json
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from layouts import cell
 from layouts.cell import Result, Task, do_tasks
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
@@ -144,12 +142,6 @@ LAYOUTS = (
 )
 
 
-def do_in_few_steps(tasks: list[Task]) -> None:
-    """Do the tasks, of which the table of layouts does more steps."""
-    with mock.patch.object(cell, "STEPS", 6):
-        do_tasks(tasks, 90)
-
-
 @pytest.mark.slow
 def test_layouts_equal_the_plain_loop_in_float64(tmp_path: Path) -> None:
     tasks = [
@@ -158,14 +150,15 @@ def test_layouts_equal_the_plain_loop_in_float64(tmp_path: Path) -> None:
             str(tmp_path / name),
             False,
             str(tmp_path / f"{name}.json"),
+            steps=6,
         )
         for name, layout in zip("abcde", LAYOUTS, strict=True)
     ]
-    run_ranks(do_in_few_steps, 2, tasks, timeout_s=600)
+    run_ranks(do_tasks, 2, tasks, 90, timeout_s=600)
     for task in tasks:
         found = Result(**json.loads(Path(task.result).read_text()))
-        # Later steps of experts have nearer ties, where rounding decides.
         assert len(found.losses) == 6
+        # Later steps of experts have nearer ties, where rounding decides.
         steps = 1 if task.settings.experts else len(found.losses)
         expected = train_plainly(task.settings, steps, torch.float64)
         assert found.losses[:steps] == pytest.approx(expected.losses, rel=ROUNDING)
