@@ -5,5 +5,5 @@ import functools
 from pretrain import corpus, settings
 
 corpus.load_corpus = functools.cache(corpus.load_corpus)
-# The built-in text, as the main job asks for it by default, and the versions in config.json.
-_READ = corpus.load_corpus(0.05, 0), settings.surroundings()
+corpus.load_corpus(0.05, 0)  # as the main job asks for it by default
+settings.surroundings()  # the versions in config.json, which it keeps
