@@ -23,6 +23,8 @@ _PRIVATE_USE_1 = 20  # c10::DeviceType
 _current: dict[int, int] = {}
 _keep: list[Any] = []
 _errors: list[BaseException] = []
+# Bound once: a lookup in a class, while an error is set, clears it or fails if it is not cached.
+_raise_error = ctypes.pythonapi.PyErr_Occurred
 
 
 def current_index() -> int:
@@ -47,7 +49,7 @@ class DeviceGuard(getattr(backend_registration, "_DummyDeviceGuard", object)):  
         of Python is an error in a destructor, which would abort the process.
         """
         try:
-            ctypes.pythonapi.PyErr_Occurred()  # raises it
+            _raise_error()
         except BaseException as error:
             _errors.append(error)
         return super().type_()
