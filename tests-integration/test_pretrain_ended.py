@@ -41,6 +41,7 @@ SAVING = shlex.split("--save-interval 1 --async-save --num-layers 4 --hidden-siz
     ],
     ids=["other-rank-killed", "logging-rank-killed-while-saving", "ctrl-c"],
 )
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
     ended: str, saves: list[str], statuses: set[str], tmp_path: Path

@@ -33,6 +33,7 @@ from pretrain_runs import OFF, TINY, losses_of, pretrain
 
 PRIVATE = "the user's private text\n" * 400
 TOKEN = "a-token-of-the-user"
+pytestmark = pytest.mark.xdist_group("waits")  # a job waits for a server at its end
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def main_after_an_import(arguments: list[str]) -> int:
     return main(arguments)
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     uri = f"http://someone:{PASSWORD}@127.0.0.1:{free_port()}"

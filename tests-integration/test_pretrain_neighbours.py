@@ -87,6 +87,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     return {listed[inode] for inode in inodes if inode in listed}
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_neighbours_reach_nothing_of_a_run_which_saves_at_its_end_and_continues(
     tmp_path: Path,

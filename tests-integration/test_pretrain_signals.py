@@ -93,6 +93,7 @@ def assert_saved(folder: Path) -> None:
     assert list(curve_of(run.path, "lm loss")) == list(range(1, latest_step(run) + 1))
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_the_job_saves_when_hatch_is_ended_alone(tmp_path: Path) -> None:
     """By any signal that hatch has no handler for: the job sees none of them, only its end."""
@@ -149,6 +150,7 @@ def own_command(folder: Path) -> Script:
     return launcher(folder, "pretrain", *WORDS, "--run-dir", "run", first=CONTAINER)
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [own_command, command_of_the_cluster])
 def test_process_1_of_a_container_saves_at_sigterm(

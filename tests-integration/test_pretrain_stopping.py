@@ -181,6 +181,7 @@ def test_what_is_asked_at_a_save_does_not_delay_the_answer_to_a_signal() -> None
     assert asked[-1] >= 47
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_ranks_agree_on_what_they_see_and_on_when_to_stop(tmp_path: Path) -> None:
     for name in ("shared", "other"):

@@ -53,6 +53,7 @@ SMALL = Settings(
 )  # fmt: skip
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     done = pretrain(
@@ -215,6 +216,7 @@ def answer_of(address: str, path: str, wanted: Callable[[str], bool]) -> str:
     return answers[-1][1]
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
     """The controller of a job whose MLflow is away; its processes can be seen by all users."""

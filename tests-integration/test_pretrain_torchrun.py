@@ -65,6 +65,7 @@ sys.addaudithook(wait)
 """
 
 
+@pytest.mark.xdist_group("waits")
 @pytest.mark.slow
 def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
     words = [*guide_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]

@@ -81,9 +81,8 @@ def extend_guard() -> None:
 
 def _read_slots() -> list[str]:
     """Return the virtual methods of a guard in the order of their declaration."""
-    text = _HEADER.read_text()
-    body = text[text.index("struct C10_API DeviceGuardImplInterface") :]
-    body = body[: body.index("virtual ~DeviceGuardImplInterface")]
+    body = _HEADER.read_text().partition("struct C10_API DeviceGuardImplInterface")[2]
+    body = body.partition("virtual ~DeviceGuardImplInterface")[0]
     body = re.sub(r"/\*.*?\*/|//[^\n]*", "", body, flags=re.DOTALL)
     return re.findall(r"virtual [\w:*\s]*?(\w+)\(", body)
 

@@ -25,7 +25,7 @@ FAULTS = [
     Fault("flipped bit", "log", 1, 10, ANY), Fault("memory", "validation", 0, 1, ANY),
     Fault("kill", "close", 1, 1, ANY),
 ]  # fmt: skip
-pytestmark = pytest.mark.xdist_group("faults")
+pytestmark = pytest.mark.xdist_group("waits")
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,7 @@ sys.exit(main(["show", sys.argv[1], "--follow"]))
 """
 
 
+@pytest.mark.xdist_group("waits")
 def test_show_follows_a_run_that_starts_later_and_anew_until_ctrl_c(tmp_path):
     run = tmp_path / "run"
     looking = Script(FOLLOW, str(run), env={**os.environ, "PYTHONUNBUFFERED": "1"})

@@ -70,6 +70,7 @@ def test_the_files_hold_nothing_of_the_job_and_are_locked_in(job):
     )
 
 
+@pytest.mark.xdist_group("waits")
 def test_what_the_page_asks_needs_the_token(job, token):
     state, ask, own = job
     wrong = ({}, *({"Authorization": one} for one in ("Bearer x", "Basic czNjcmV0", "s3cret")))
