@@ -56,15 +56,16 @@ SMALL = Settings(
 @pytest.mark.xdist_group("waits")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
+    # On a busy machine one long pass hides the rank in several reports: the verdict needs nine.
     done = pretrain(
         tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:40", "--run-dir", "run",
-        "--train-iters", "20", "--log-interval", "1",
+        "--train-iters", "60", "--log-interval", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     named = re.findall(r"^straggler: rank (\d+) takes ([\d.]+) times .* for its (\w+)$",
                        done.stdout, re.MULTILINE)  # fmt: skip
     assert ("1", "forward") in [(rank, part) for rank, _, part in named]
-    assert re.search(r"^slow ranks +.*rank 1 in \d+\b.* of 20 reports", done.stdout, re.MULTILINE)
+    assert re.search(r"^slow ranks +.*rank 1 in \d+\b.* of 60 reports", done.stdout, re.MULTILINE)
 
     *_, lines = (r for r in records_of(tmp_path / "run") if "straggler/rank0/forward-ms" in r)
     scores = {rank: lines[f"straggler/rank{rank}/relative-score"] for rank in range(ranks)}
@@ -75,7 +76,7 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
         assert all(lines[f"straggler/rank{rank}/{name}"] > 0 for rank in range(ranks))
 
     slow = Run.read(tmp_path / "run").slow
-    assert list(slow) == [*range(1, 21)]
+    assert list(slow) == [*range(1, 61)]
     assert ("forward", socket.gethostname(), "cpu") in {
         (one.metric, one.host, one.device) for named in slow.values() for one in named
         if one.rank == 1
@@ -87,7 +88,7 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     printed = max(float(times) for rank, times, _ in named if rank == "1")
     assert max(strip["cells"][strip["ranks"].index("1")]) == pytest.approx(printed, abs=0.051)
     [text] = (text for label, _, text in data["runs"][0]["figures"] if label == "slow ranks")
-    assert re.fullmatch(r"rank \d in \d+ of 20 reports", text)
+    assert re.fullmatch(r"rank \d in \d.* of 60 reports", text)
 
     written = (tmp_path / "run" / "straggler.log").read_text()
     assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)
