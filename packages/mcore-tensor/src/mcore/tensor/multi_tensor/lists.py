@@ -20,7 +20,7 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
     """Return the tensor lists as lists after checking that they hold plain float tensors."""
     if isinstance(tensor_lists, Tensor):
         raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
-    lists = []
+    lists, previous = [], None
     for list_index, tensors in enumerate(tensor_lists):
         if isinstance(tensors, Tensor):
             raise TypeError(
@@ -28,7 +28,9 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
                 "tensor_lists is a list of lists"
             )
         checked = list(tensors)
-        check_tensors(checked, f"tensor_lists[{list_index}]")
+        if tensors is not previous:  # in place, the same list comes twice
+            check_tensors(checked, f"tensor_lists[{list_index}]")
+        previous = tensors
         lists.append(checked)
     return lists
 

@@ -31,8 +31,8 @@ def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return _compute_norms(tensors)
     rows = _Rows(tensors[0].dtype, sum(lengths))
-    rests = [rows.add_long(one) for one, n in zip(tensors, lengths, strict=True) if n >= _LONG]
-    if rests:
+    if max(lengths) >= _LONG:
+        rests = [rows.add_long(one) for one, n in zip(tensors, lengths, strict=True) if n >= _LONG]
         tensors = [one for one, n in zip(tensors, lengths, strict=True) if n < _LONG]
         tensors += [rest for rest in rests if rest is not None]
         lengths = [tensor.numel() for tensor in tensors]

@@ -30,7 +30,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
     """
     # Foreach operations refuse the negative bit of a destination. torch.compile cannot read it.
     is_traced = are_traced(sources)
-    if not is_traced and True in {destination.is_neg() for destination in destinations}:
+    if not is_traced and any(map(Tensor.is_neg, destinations)):
         plain = [destination.resolve_neg() for destination in destinations]
         in_place = sources[0] is destinations[0]
         non_finite = scaled_copy(plain if in_place else sources, plain, scale)
@@ -136,9 +136,9 @@ def _scale_on_cpu(
     # If the destination has the precision of the product, no memory between is needed.
     keeps_source = destinations[0].dtype in (sources[0].dtype, multiply.dtype)
     scale_batch = _scale_batch if keeps_source else _scale_pack
-    sources, destinations = _cut(sources, destinations, _CPU_BLOCK)
-    small = [index for index, source in enumerate(sources) if source.numel() <= _SMALL]
-    if len(small) < len(sources):
+    if max([source.numel() for source in sources]) > _SMALL:
+        sources, destinations = _cut(sources, destinations, _CPU_BLOCK)
+        small = [index for index, source in enumerate(sources) if source.numel() <= _SMALL]
         for source, destination in zip(sources, destinations, strict=True):
             if source.numel() > _SMALL:
                 _scale_long(source, destination, multiply)
