@@ -56,7 +56,7 @@ SMALL = Settings(
 @pytest.mark.xdist_group("waits")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
-    # On a busy machine one long pass hides the rank in several reports: the verdict needs nine.
+    # Interrupted passes on a busy machine are noise that can hide the rank in twenty reports.
     done = pretrain(
         tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:40", "--run-dir", "run",
         "--train-iters", "60", "--log-interval", "1",
@@ -88,7 +88,7 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     printed = max(float(times) for rank, times, _ in named if rank == "1")
     assert max(strip["cells"][strip["ranks"].index("1")]) == pytest.approx(printed, abs=0.051)
     [text] = (text for label, _, text in data["runs"][0]["figures"] if label == "slow ranks")
-    assert re.fullmatch(r"rank \d in \d.* of 60 reports", text)
+    assert re.fullmatch(r"rank \d in \d+ of 60 reports", text)
 
     written = (tmp_path / "run" / "straggler.log").read_text()
     assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)

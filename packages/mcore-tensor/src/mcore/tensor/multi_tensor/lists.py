@@ -20,18 +20,21 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
     """Return the tensor lists as lists after checking that they hold plain float tensors."""
     if isinstance(tensor_lists, Tensor):
         raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
-    lists, previous = [], None
+    lists: list[list[Tensor]] = []
+    previous: object = tensor_lists
     for list_index, tensors in enumerate(tensor_lists):
         if isinstance(tensors, Tensor):
             raise TypeError(
                 f"tensor_lists[{list_index}] must be a list of tensors, got a tensor: "
                 "tensor_lists is a list of lists"
             )
+        if tensors is previous:  # in place: the same list comes twice
+            lists.append(lists[-1])
+            continue
         checked = list(tensors)
-        if tensors is not previous:  # in place, the same list comes twice
-            check_tensors(checked, f"tensor_lists[{list_index}]")
-        previous = tensors
+        check_tensors(checked, f"tensor_lists[{list_index}]")
         lists.append(checked)
+        previous = tensors
     return lists
 
 
