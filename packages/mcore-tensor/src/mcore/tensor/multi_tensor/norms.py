@@ -7,8 +7,6 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -134,20 +132,19 @@ class _Rows:
             self._add(flat.view(_STREAMS, -1, _ROW).transpose(0, 1))
         return rest
 
-    def add_packed(self, tensors: Iterable[Tensor], lengths: Iterable[int]) -> None:
+    def add_packed(self, tensors: list[Tensor], lengths: list[int]) -> None:
         """Add short tensors, joined to one."""
-        pack: list[Tensor] = []
-        packed = 0
-        for tensor, length in zip(tensors, lengths, strict=True):
-            pack.append(tensor if tensor.dim() == 1 else _flatten(tensor))
+        start = packed = 0
+        for end, length in enumerate(lengths, 1):
             packed += length
             if packed >= _PACK:
-                self._add_pack(pack, packed)
-                pack, packed = [], 0
+                self._add_pack(tensors[start:end], packed)
+                start, packed = end, 0
         if packed:
-            self._add_pack(pack, packed)
+            self._add_pack(tensors[start:], packed)
 
-    def _add_pack(self, pack: list[Tensor], length: int) -> None:
+    def _add_pack(self, tensors: list[Tensor], length: int) -> None:
+        pack = [tensor if tensor.dim() == 1 else _flatten(tensor) for tensor in tensors]
         missing = -length % _ROW
         if missing:
             pack.append(pack[0].new_zeros(missing))
