@@ -61,6 +61,35 @@ def test_scale(dtype, factor):
     assert flag.item() == 1
 
 
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_scale_accepts_any_two_iterables(kind):
+    @compiled
+    def scale(sources, destinations):
+        local_multi_tensor_scale(1, None, [kind(sources), kind(destinations)], 0.5)
+
+    destinations = [torch.zeros(3), torch.zeros(2)]
+    scale([torch.ones(3), torch.ones(2)], destinations)
+    assert [tensor.tolist() for tensor in destinations] == [[0.5] * 3, [0.5] * 2]
+
+
+class HalveBoth(torch.nn.Module):
+    def forward(self, x, y):
+        halves = [torch.zeros_like(x), torch.zeros_like(y)]
+        local_multi_tensor_scale(1, None, [[x, y], halves], 0.5)
+        return halves
+
+
+def test_an_exported_scale_accepts_every_length_that_it_states():
+    sizes = {0: torch.export.Dim.AUTO}
+    samples = (torch.ones(5), torch.ones(12))
+    exported = torch.export.export(HalveBoth(), samples, dynamic_shapes=(sizes, sizes))
+    limits = [int(limit.upper) for limit in exported.range_constraints.values()]
+    assert len(limits) == 2
+    for length in limits:
+        halves = exported.module()(torch.ones(length), torch.ones(3))
+        assert [bool((half == 0.5).all()) for half in halves] == [True, True]
+
+
 def test_scale_of_float64_keeps_its_bits():
     flag = torch.zeros(1, dtype=torch.int)
     source = torch.randn(1000, dtype=torch.float64)

@@ -175,6 +175,17 @@ def test_other_dtypes_are_refused_and_nothing_is_written(dtype, place):
     assert lists[1][0].item() == 0
 
 
+def test_a_list_that_changes_between_its_two_uses_is_checked_twice():
+    def lists():
+        reused = [torch.ones(2)]
+        yield reused
+        reused[:] = [torch.tensor([3, 5])]
+        yield reused
+
+    with pytest.raises(TypeError, match=r"tensor_lists\[1\]\[0\] has dtype torch.int64"):
+        local_multi_tensor_scale(CHUNK, None, lists(), 2.0)
+
+
 def test_sparse_tensors_are_refused_by_index_and_nothing_is_written():
     sparse, zeros = torch.eye(3).to_sparse(), torch.zeros(3, 3)
     message = r"tensor_lists\[{}\]\[1\] has layout torch.sparse_coo"

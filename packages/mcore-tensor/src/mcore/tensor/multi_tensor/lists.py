@@ -21,14 +21,16 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
     if isinstance(tensor_lists, Tensor):
         raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
     lists: list[list[Tensor]] = []
-    previous: object = tensor_lists
+    previous: object = None
+    are_fixed = type(tensor_lists) in (list, tuple)  # a generator may change a list between two
     for list_index, tensors in enumerate(tensor_lists):
         if isinstance(tensors, Tensor):
             raise TypeError(
                 f"tensor_lists[{list_index}] must be a list of tensors, got a tensor: "
                 "tensor_lists is a list of lists"
             )
-        if tensors is previous:  # in place: the same list comes twice
+        # In place, the same list comes twice. torch.compile compares no other type by identity.
+        if are_fixed and type(tensors) is list and tensors is previous:
             lists.append(lists[-1])
             continue
         checked = list(tensors)

@@ -136,7 +136,8 @@ def _scale_on_cpu(
     # If the destination has the precision of the product, no memory between is needed.
     keeps_source = destinations[0].dtype in (sources[0].dtype, multiply.dtype)
     scale_batch = _scale_batch if keeps_source else _scale_pack
-    if max([source.numel() for source in sources]) > _SMALL:
+    # torch.export cannot report a limit of a maximum: there each tensor is compared.
+    if multiply.is_traced or max([source.numel() for source in sources]) > _SMALL:
         sources, destinations = _cut(sources, destinations, _CPU_BLOCK)
         small = [index for index, source in enumerate(sources) if source.numel() <= _SMALL]
         for source, destination in zip(sources, destinations, strict=True):
